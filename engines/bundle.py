@@ -1,0 +1,409 @@
+"""The bundle: the folder export writes and engines read. This file is its format's only home.
+
+`bundle.json` says what the model's tick is made of: timing, regions with their native clocks,
+stages in order with every tensor, which tensors are the caller's and the model's audio, and the
+sha256 of every file. Reading is strict: an unknown field, a wrong type or a wire that leads
+nowhere is a `BundleError` with its path, before anything is loaded.
+
+Wires are names. A stage input is the caller's audio (`audio.input`), an output of an earlier
+stage of the same tick, or a region; an output called ``<region>.next`` is the region's new value.
+Several stages may update one region within a tick; each sees what the one before it left.
+
+Not here: running anything (`ort_executor`), plans for a target (`plans/<target>/`), writing
+graphs (`export`). No torch, no onnx, no numpy.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engines import clocks
+from engines.clocks import ClockKind, NativeClock
+
+FORMAT = 1
+"""Raised whenever an older reader would misunderstand a bundle."""
+
+NEXT = ".next"
+"""Suffix of the stage output that carries a region's new value."""
+
+BATCH = "B"
+"""The one symbolic dimension: sessions in the batch, always the first axis."""
+
+ITEMSIZE = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8e4m3": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element of the dtypes a bundle may name."""
+
+REBUILD = "Build the bundle again: duplexbox export build --help"
+
+
+class BundleError(ValueError):
+    """The folder is not a bundle this program can run; the operator's or the builder's fault."""
+
+
+Dtype = Literal[
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8e4m3",
+    "int64",
+    "int32",
+    "int8",
+    "uint8",
+    "bool",
+]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class TensorSpec(_Strict, frozen=True):
+    """One input or output of a stage. shape: "B" first, then integers."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int | Literal["B"], ...]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape for one session, without the batch axis."""
+        return tuple(length for length in self.shape[1:] if isinstance(length, int))
+
+
+class RegionSpec(_Strict, frozen=True):
+    """A named tensor of one session that survives a tick."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    """Per session; the batch axis is not part of it."""
+    clock: NativeClock
+    fill: float = 0
+    """What every element holds when a call begins. A `constant` region may be set per call."""
+    in_place: bool = False
+    """The stage writes the region where it lies. Only for rings whose one reader in the graph
+    is TensorScatter: anything else bound in place is silently corrupted."""
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of one session's region at full retention."""
+        return math.prod(self.shape) * self.itemsize
+
+    def bytes_at(self, ticks: int, page_bytes: int = 1) -> int:
+        """Bytes one session owns of this region after ``ticks`` ticks, in whole pages."""
+        return clocks.bytes_at(self.clock, self.shape, self.itemsize, ticks, page_bytes)
+
+
+class StageSpec(_Strict, frozen=True):
+    """One step of the tick: an ONNX graph, or a built-in kernel named by `builtin`."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    graph: str = ""
+    """Path of the ONNX graph inside the bundle; empty for a built-in stage."""
+    builtin: Literal["", "gumbel_noise"] = ""
+
+
+class Timing(_Strict, frozen=True):
+    """The model's own clock."""
+
+    period_ns: int
+    sample_rate_hz: int
+    samples_per_frame: int
+
+
+class AudioPorts(_Strict, frozen=True):
+    """Which tensors are the conversation."""
+
+    input: str
+    """Stage input (B, 1, samples_per_frame) float32 in -1..1: what the caller said."""
+    output: str
+    """Stage output of the same shape: what the model says."""
+    valid: str = ""
+    """Stage output (B,) bool: False while the model's delays warm up and it has said nothing."""
+
+
+class TextPorts(_Strict, frozen=True):
+    """The model's own words, beside its audio."""
+
+    output: str
+    """Stage output (B,) int64: one token per frame."""
+    pieces: str
+    """File in the bundle: a JSON list, token id -> piece; "\\u2581" stands for a space."""
+    silent_ids: tuple[int, ...]
+    """Ids that mean "not speaking": the only sign a duplex model gives of it."""
+
+
+class ModelInfo(_Strict, frozen=True):
+    """What was exported."""
+
+    name: str
+    parameters: int
+    checkpoint_sha256: str
+    trained: bool
+    """False: weights from a seed; whatever the model says is noise, and we say so."""
+    notice: str = ""
+    """A sentence for whoever runs it (licence, limits)."""
+
+
+class FileSpec(_Strict, frozen=True):
+    """One file of the bundle, as it was written."""
+
+    sha256: str
+    bytes: int
+
+
+class Manifest(_Strict, frozen=True):
+    """`bundle.json`, decoded. Use `read` to get one that has also been checked."""
+
+    format: int
+    model: ModelInfo
+    timing: Timing
+    largest_batch: int
+    """Batch profiles are 1..largest_batch without gaps."""
+    regions: tuple[RegionSpec, ...]
+    stages: tuple[StageSpec, ...]
+    audio: AudioPorts
+    text: TextPorts
+    files: dict[str, FileSpec]
+
+    def region(self, name: str) -> RegionSpec:
+        for region in self.regions:
+            if region.name == name:
+                return region
+        raise KeyError(name)
+
+    def session_bytes(self, ticks: int, page_bytes: int = 1) -> int:
+        """Bytes of state one session owns ``ticks`` ticks into its call."""
+        return sum(region.bytes_at(ticks, page_bytes) for region in self.regions)
+
+    def ticks_until_full(self) -> int:
+        """Ticks after which a session's state no longer grows."""
+        return max((region.clock.ticks_until_full() for region in self.regions), default=0)
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """A checked manifest and the folder it lies in."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def pieces(self) -> tuple[str, ...]:
+        """Text of every token id. Raises `BundleError` when the file is not a list of strings."""
+        path = self.file(self.manifest.text.pieces)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=tuple[str, ...])
+        except (OSError, msgspec.DecodeError) as err:
+            raise BundleError(f"{path}: not a list of text pieces: {err}. {REBUILD}") from None
+
+
+class _FormatOnly(msgspec.Struct):
+    """Looked at first, so that a newer bundle says so rather than "unknown field"."""
+
+    format: int
+
+
+def read(path: Path, *, hashes: bool = True) -> Bundle:
+    """Read and check the bundle in folder ``path``.
+
+    hashes: also compare every file's sha256 (about a second per gigabyte); sizes are always
+    compared. Raises `BundleError` with the path of the first thing that is wrong.
+    """
+    manifest_path = path / "bundle.json"
+    if not path.is_dir():
+        raise BundleError(f"{path} is not a folder, so not a bundle. {REBUILD}")
+    try:
+        raw = manifest_path.read_bytes()
+    except OSError as err:
+        raise BundleError(f"{manifest_path}: {err.strerror or err}. {REBUILD}") from None
+    try:
+        found = msgspec.json.decode(raw, type=_FormatOnly).format
+        if found != FORMAT:
+            raise BundleError(
+                f"{manifest_path}: format {found} at `$.format`; this program reads {FORMAT}. "
+                f"{REBUILD}"
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        raise BundleError(f"{manifest_path}: {err}. {REBUILD}") from None
+    for fault in faults(manifest):
+        raise BundleError(f"{manifest_path}: {fault}. {REBUILD}")
+    for name, spec in manifest.files.items():
+        _check_file(path, name, spec, hashes=hashes)
+    return Bundle(path, manifest)
+
+
+def write(path: Path, manifest: Manifest) -> Bundle:
+    """Write ``manifest`` as ``path``/bundle.json; the files it names must lie there already.
+
+    Raises `BundleError` before writing when the manifest contradicts itself.
+    """
+    for fault in faults(manifest):
+        raise BundleError(f"{path / 'bundle.json'}: {fault}")
+    raw = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    (path / "bundle.json").write_bytes(raw + b"\n")
+    return Bundle(path, manifest)
+
+
+def describe_file(path: Path) -> FileSpec:
+    """Hash and size of a file, to be entered into a manifest."""
+    return FileSpec(sha256=_sha256(path), bytes=path.stat().st_size)
+
+
+def faults(manifest: Manifest) -> Iterator[str]:
+    """Everything in ``manifest`` that contradicts itself, each with its path. Pure."""
+    yield from _timing_faults(manifest)
+    yield from _region_faults(manifest)
+    yield from _stage_faults(manifest)
+    yield from _wire_faults(manifest)
+    for name in manifest.files:
+        if name.startswith("/") or ".." in Path(name).parts:
+            yield f"`$.files`: {name} leads out of the bundle"
+    if manifest.text.pieces not in manifest.files:
+        yield f"`$.text.pieces`: {manifest.text.pieces} is not among `$.files`"
+
+
+def _timing_faults(manifest: Manifest) -> Iterator[str]:
+    timing = manifest.timing
+    if min(timing.period_ns, timing.sample_rate_hz, timing.samples_per_frame) <= 0:
+        yield "`$.timing`: every value must be positive"
+    elif timing.samples_per_frame * 1_000_000_000 != timing.period_ns * timing.sample_rate_hz:
+        yield (
+            f"`$.timing`: {timing.samples_per_frame} samples at {timing.sample_rate_hz} Hz do not "
+            f"last {timing.period_ns} ns"
+        )
+    if manifest.largest_batch < 1:
+        yield f"`$.largest_batch`: {manifest.largest_batch} is no batch"
+
+
+def _region_faults(manifest: Manifest) -> Iterator[str]:
+    seen: set[str] = set()
+    for index, region in enumerate(manifest.regions):
+        where = f"`$.regions[{index}]` ({region.name})"
+        if region.name in seen:
+            yield f"{where}: the name is used twice"
+        seen.add(region.name)
+        if any(length < 1 for length in region.shape):
+            yield f"{where}.shape: {list(region.shape)} has an empty axis"
+        elif fault := clocks.check(region.clock, region.shape):
+            yield f"{where}.clock: {fault}"
+        if region.in_place and region.clock.kind is not ClockKind.RING:
+            yield f"{where}.in_place: only a ring may be updated in place"
+
+
+def _stage_faults(manifest: Manifest) -> Iterator[str]:
+    seen: set[str] = set()
+    for index, stage in enumerate(manifest.stages):
+        where = f"`$.stages[{index}]` ({stage.name})"
+        if stage.name in seen:
+            yield f"{where}: the name is used twice"
+        seen.add(stage.name)
+        if bool(stage.graph) == bool(stage.builtin):
+            yield f"{where}: a stage is either a graph or a builtin"
+        if stage.graph and stage.graph not in manifest.files:
+            yield f"{where}.graph: {stage.graph} is not among `$.files`"
+        for side in ("inputs", "outputs"):
+            for tensor in getattr(stage, side):
+                if not tensor.shape or tensor.shape[0] != BATCH or BATCH in tensor.shape[1:]:
+                    yield f'{where}.{side} ({tensor.name}): shape must begin with "{BATCH}"'
+
+
+def _wire_faults(manifest: Manifest) -> Iterator[str]:
+    """Follow the names through one tick, as the step program will."""
+    samples = manifest.timing.samples_per_frame
+    known: dict[str, tuple[str, tuple[int, ...]]] = {
+        region.name: (region.dtype, region.shape) for region in manifest.regions
+    }
+    regions = set(known)
+    constants = {r.name for r in manifest.regions if r.clock.kind is ClockKind.CONSTANT}
+    known[manifest.audio.input] = ("float32", (1, samples))
+    produced: dict[str, tuple[str, tuple[int, ...]]] = {}
+    used: set[str] = set()
+    updated: set[str] = set()
+    for index, stage in enumerate(manifest.stages):
+        where = f"`$.stages[{index}]` ({stage.name})"
+        for tensor in stage.inputs:
+            expected = known.get(tensor.name)
+            if expected is None:
+                yield f"{where}.inputs: {tensor.name} is neither a region nor made before it"
+            elif expected != (tensor.dtype, tensor.row_shape):
+                yield (
+                    f"{where}.inputs: {tensor.name} is {tensor.dtype} {list(tensor.row_shape)} "
+                    f"here and {expected[0]} {list(expected[1])} where it comes from"
+                )
+            used.add(tensor.name)
+        for tensor in stage.outputs:
+            name = tensor.name.removesuffix(NEXT)
+            if tensor.name.endswith(NEXT) and name in regions:
+                updated.add(name)
+                if name in constants:
+                    yield f"{where}.outputs: {name} is constant and must not be updated"
+                if known[name] != (tensor.dtype, tensor.row_shape):
+                    yield f"{where}.outputs: {tensor.name} does not fit region {name}"
+                if name not in {t.name for t in stage.inputs}:
+                    yield f"{where}.outputs: {tensor.name} is updated by a stage that never reads it"
+            elif tensor.name in known:
+                yield f"{where}.outputs: {tensor.name} is already the name of something else"
+            else:
+                known[tensor.name] = produced[tensor.name] = (tensor.dtype, tensor.row_shape)
+    for region in manifest.regions:
+        if region.name not in used:
+            yield f"`$.regions` ({region.name}): no stage reads it"
+        if region.clock.kind in clocks.MOVES and region.name not in updated:
+            yield f"`$.regions` ({region.name}): no stage moves it on"
+    if manifest.audio.input not in used:
+        yield f"`$.audio.input`: no stage hears {manifest.audio.input}"
+    ports: list[tuple[str, str, tuple[str, tuple[int, ...]]]] = [
+        ("audio.output", manifest.audio.output, ("float32", (1, samples))),
+        ("text.output", manifest.text.output, ("int64", ())),
+    ]
+    if manifest.audio.valid:
+        ports.append(("audio.valid", manifest.audio.valid, ("bool", ())))
+    for port, name, expected in ports:
+        if produced.get(name) != expected:
+            yield f"`$.{port}`: no stage makes {name} as {expected[0]} {list(expected[1])}"
+
+
+def _check_file(folder: Path, name: str, spec: FileSpec, *, hashes: bool) -> None:
+    path = folder / name
+    try:
+        size = path.stat().st_size
+    except OSError as err:
+        raise BundleError(f"{path}: {err.strerror or err}. {REBUILD}") from None
+    if size != spec.bytes:
+        raise BundleError(
+            f"{path} has {size} bytes and should have {spec.bytes}: it was cut short or changed. "
+            f"Copy the bundle again, or build it: duplexbox export build --help"
+        )
+    if hashes and (found := _sha256(path)) != spec.sha256:
+        raise BundleError(
+            f"{path} has sha256 {found[:12]}… and should have {spec.sha256[:12]}…: it was changed "
+            f"after the bundle was built. Copy the bundle again, or build it: "
+            f"duplexbox export build --help"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
