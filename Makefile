@@ -1,0 +1,94 @@
+# Two commands set up everything they need: `make demo` and `make test`.
+#
+# Each keeps its own virtual environment, because the demo must stay small (no torch) and the tests
+# need the exporter. A stamp inside the environment is compared with pyproject.toml, so a second
+# run installs nothing and a changed pyproject.toml installs again. No step needs a GPU or root.
+
+PYTHON ?= python3
+# The oldest torch tested, in its CPU build: the default Linux wheel brings gigabytes of CUDA.
+TORCH := 2.13.0
+
+DEMO := .demo-venv
+DEV := .venv
+DEMO_STAMP := $(DEMO)/.installed
+DEV_STAMP := $(DEV)/.installed
+
+PIP := -m pip --disable-pip-version-check --no-input
+PYTEST := $(DEV)/bin/python -m pytest
+say = @printf '==> %s\n' "$(1)"
+
+# One thread per library: the tests run several processes, and a CPU step is repeatable only so.
+export OMP_NUM_THREADS = 1
+
+.PHONY: help demo test style types tests soak test-gpu clean python-ok
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo      three callers talk to the box in real time, on this CPU (about a minute)'
+	@echo 'make test      style, types and tests: what CI runs (under 10 minutes on 2 cores)'
+	@echo 'make soak      the long runs'
+	@echo 'make test-gpu  the tests that need an NVIDIA GPU and the cuda extra'
+	@echo 'make clean     remove both environments and every cache'
+
+demo: $(DEMO_STAMP)
+	$(call say,three callers join the box; they talk for about 20 s on the real 80 ms clock)
+	@$(DEMO)/bin/duplexbox appliance demo $(DEMO_ARGS)
+
+test: style types tests
+
+style: $(DEV_STAMP)
+	$(call say,style: ruff format --check and ruff check)
+	@$(DEV)/bin/ruff format --check .
+	@$(DEV)/bin/ruff check .
+
+types: $(DEV_STAMP)
+	$(call say,types: mypy --strict)
+	@$(DEV)/bin/mypy
+
+tests: $(DEV_STAMP)
+	$(call say,tests: everything that needs neither a GPU nor minutes)
+	@$(PYTEST) -m 'not gpu and not soak' $(PYTEST_ARGS)
+
+soak: $(DEV_STAMP)
+	$(call say,soak: the long runs)
+	@$(PYTEST) -m 'soak and not gpu' $(PYTEST_ARGS)
+
+test-gpu: $(DEV_STAMP)
+	$(call say,gpu: the tests that need an NVIDIA GPU)
+	@$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(DEMO) $(DEV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The two things a bare Debian or Ubuntu may lack, with the line that brings them.
+python-ok:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo 'python3 is not installed. Install it: apt-get install python3 python3-venv' >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "duplexbox needs Python 3.11 or later; this is $$($(PYTHON) --version)." \
+	    'Name a newer one: make PYTHON=python3.12 ...' >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: ensurepip is missing." \
+	    'Install it: apt-get install python3-venv' >&2; exit 2; }
+
+$(DEMO_STAMP): pyproject.toml | python-ok
+	$(call say,making $(DEMO): the serving process alone - no torch and no GPU wheels)
+	@$(PYTHON) -m venv $(DEMO)
+	$(call say,installing duplexbox and its base dependencies (about 60 MB of downloads))
+	@$(DEMO)/bin/python $(PIP) install --quiet --editable .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | python-ok
+	$(call say,making $(DEV): the exporter and the tools of the tests)
+	@$(PYTHON) -m venv $(DEV)
+	$(call say,installing torch $(TORCH) for the CPU (about 200 MB))
+	@if [ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ]; then \
+	  $(DEV)/bin/python $(PIP) install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null || \
+	  $(DEV)/bin/python $(PIP) install --quiet 'torch==$(TORCH)+cpu' \
+	    --index-url https://download.pytorch.org/whl/cpu || { \
+	    echo 'no CPU build of torch $(TORCH) could be installed: see the error above.' \
+	      'To use another build: $(DEV)/bin/pip install torch && touch $@' >&2; exit 1; }; \
+	else $(DEV)/bin/python $(PIP) install --quiet 'torch==$(TORCH)'; fi
+	$(call say,installing duplexbox with its export and dev extras)
+	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,dev]'
+	@touch $@
