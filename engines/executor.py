@@ -1,0 +1,50 @@
+"""What the tick loop needs of whatever runs a bundle; `ort_executor` is the CPU's answer.
+
+An executor owns the state of every slot and the arrays frames travel in. It knows slots, not
+sessions: who sits in a slot, and for how long, is the appliance's business. Live slots are always
+0..batch-1; the appliance fills a leaver's hole with `move`.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.bundle import Bundle
+
+
+class SettingError(ValueError):
+    """A session asked for a setting the bundle does not have, or a value it cannot be."""
+
+
+class Executor(Protocol):
+    """All live sessions, one tick at a time. One thread uses it."""
+
+    bundle: Bundle
+    slots: int
+    """Largest batch; at most the bundle's largest profile."""
+    audio_in: NDArray[np.float32]
+    """(slots, S): the caller writes the frames of slots 0..batch-1 here before `step`."""
+    audio_out: NDArray[np.float32]
+    """(slots, S): the model's frames after `step`; overwritten by the next one."""
+    text: NDArray[np.int64]
+    """(slots,): the token the model spoke beside the frame."""
+    valid: NDArray[np.bool_]
+    """(slots,): False while the model's delays warm up; `audio_out` is silence then."""
+
+    def join(self, slot: int, settings: Mapping[str, float]) -> None:
+        """Begin a session in ``slot``: every region gets its first value, nothing is inherited.
+
+        settings: values of `constant` regions by name; the rest take the bundle's defaults.
+        Raises `SettingError` for an unknown name; the slot is then still clean.
+        """
+
+    def move(self, source: int, target: int) -> None:
+        """Give ``target`` the session of ``source``, bit for bit; ``source`` is then free."""
+
+    def step(self, batch: int) -> None:
+        """Run one tick for slots 0..batch-1, exactly; 0 is allowed and does nothing."""
+
+    def close(self) -> None:
+        """Give back memory. The arrays must not be used afterwards."""
