@@ -93,6 +93,8 @@ class RegionSpec(_Strict, frozen=True):
     clock: NativeClock
     fill: float = 0
     """What every element holds when a call begins. A `constant` region may be set per call."""
+    bounds: tuple[float, float] | None = None
+    """Smallest and largest value a caller may set a `constant` region to; None: not settable."""
     in_place: bool = False
     """The stage writes the region where it lies. Only for rings whose one reader in the graph
     is TensorScatter: anything else bound in place is silently corrupted."""
@@ -310,6 +312,12 @@ def _region_faults(manifest: Manifest) -> Iterator[str]:
             yield f"{where}.clock: {fault}"
         if region.in_place and region.clock.kind is not ClockKind.RING:
             yield f"{where}.in_place: only a ring may be updated in place"
+        if region.bounds is None:
+            continue
+        if region.clock.kind is not ClockKind.CONSTANT:
+            yield f"{where}.bounds: only a constant region can be set by a caller"
+        elif not region.bounds[0] <= region.fill <= region.bounds[1]:
+            yield f"{where}.fill: {region.fill} is outside {list(region.bounds)}"
 
 
 def _stage_faults(manifest: Manifest) -> Iterator[str]:
@@ -362,7 +370,7 @@ def _wire_faults(manifest: Manifest) -> Iterator[str]:
                 if known[name] != (tensor.dtype, tensor.row_shape):
                     yield f"{where}.outputs: {tensor.name} does not fit region {name}"
                 if name not in {t.name for t in stage.inputs}:
-                    yield f"{where}.outputs: {tensor.name} is updated by a stage that never reads it"
+                    yield f"{where}.outputs: {tensor.name} moves on a region it never reads"
             elif tensor.name in known:
                 yield f"{where}.outputs: {tensor.name} is already the name of something else"
             else:
