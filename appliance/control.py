@@ -1,0 +1,244 @@
+"""What the box and its lines say to each other: messages, their bytes, and a line's end of it.
+
+One Unix SOCK_SEQPACKET socket; one datagram is one message, msgpack with its type in the field
+`type`. Audio never travels here, only who comes, who goes and where the shared memory lies.
+
+    line -> box    Join  Leave  Status
+    box -> line    Welcome (first)  Admitted | Refused  Gone  Report
+
+A line may carry many calls over one socket. The socket closing means that the line is lost, and
+all its calls with it. Not here: deciding anything (`admission`), the box's end (`switchboard`).
+"""
+
+import select
+import socket
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from appliance.admission import Reason
+
+PROTOCOL = 1
+"""Raised when an older line would misunderstand the box."""
+
+LIMIT_BYTES = 65_536
+"""Longest message; a peer that sends more is not one of ours."""
+
+
+class BoxGone(ConnectionError):
+    """There is no box at the other end, or it closed the connection; the operator's business."""
+
+
+class ControlError(ValueError):
+    """The peer sent something that is not a message of this protocol; the peer's fault."""
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=True):
+    pass
+
+
+class Join(_Message, frozen=True):
+    """May I bring a caller? Answered by `Admitted` or `Refused` with the same `request`."""
+
+    request: int
+    line: str
+    """Kind of line: file, local, websocket, sip."""
+    caller: str
+    """Who calls, as the line knows it; goes into the ledger."""
+    settings: dict[str, float] = {}
+    """Values of the bundle's `constant` regions by name, such as sampling.temperature."""
+
+
+class Leave(_Message, frozen=True):
+    """The caller hung up without a LAST frame: step the session no more, then settle it."""
+
+    session: int
+    why: str = ""
+
+
+class Status(_Message, frozen=True):
+    """How is the box? Answered by `Report`."""
+
+    request: int
+
+
+class Welcome(_Message, frozen=True):
+    """The first message on every connection: what a line must know about the model."""
+
+    version: int
+    bundle: str
+    """Path of the bundle's folder."""
+    model: str
+    trained: bool
+    """False: weights from a seed; whatever the model says is noise."""
+    notice: str
+    period_ns: int
+    sample_rate_hz: int
+    samples_per_frame: int
+    t0_ns: int
+    """Tick n starts at t0_ns + n * period_ns of CLOCK_MONOTONIC."""
+    pieces: str
+    """Path of the JSON list that maps a text id to its piece."""
+    silent_ids: tuple[int, ...]
+
+
+class Admitted(_Message, frozen=True):
+    """Come in: the channel exists; the session goes live with its first frame."""
+
+    request: int
+    session: int
+    generation: int
+    """Stamped on every frame of the session, and to be stamped on every receipt."""
+    channel: str
+    """Name of the shared memory, for `frame_ring.Channel.attach`."""
+    uplink: int
+    """Frames the ring line -> box holds."""
+    downlink: int
+    """Frames the ring box -> line holds."""
+    receipts: int
+    """Receipts that ring holds."""
+
+
+class Refused(_Message, frozen=True):
+    """No, and why."""
+
+    request: int
+    reason: Reason
+    detail: str
+
+
+class Gone(_Message, frozen=True):
+    """The session is over and its channel will be unlinked; nothing more will come of it.
+
+    why: finished, left, timeout, fault, lost or stopped.
+    """
+
+    session: int
+    why: str
+
+
+class Report(_Message, frozen=True):
+    """What the box is doing right now."""
+
+    request: int
+    ready: bool
+    draining: bool
+    tick: int
+    sessions_live: int
+    leases_held: int
+    slots: int
+    ticks_late: int
+    """Ticks since the start that finished after their deadline."""
+    ticks_missed: int
+    """Ticks since the start that never ran."""
+    last_margin_ns: int
+    worst_margin_ns: int
+    records_lost: int
+    """Ledger records that found no room: 0, or the ledger cannot be trusted."""
+
+
+ToBox = Join | Leave | Status
+FromBox = Welcome | Admitted | Refused | Gone | Report
+
+_to_box = msgspec.msgpack.Decoder(ToBox)
+_from_box = msgspec.msgpack.Decoder(FromBox)
+
+
+def encode(message: ToBox | FromBox) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_to_box(raw: bytes) -> ToBox:
+    """What a line sent. Raises `ControlError`."""
+    try:
+        return _to_box.decode(raw)
+    except msgspec.DecodeError as err:
+        raise ControlError(f"not a control message of protocol {PROTOCOL}: {err}") from None
+
+
+def decode_from_box(raw: bytes) -> FromBox:
+    """What the box sent. Raises `ControlError`."""
+    try:
+        return _from_box.decode(raw)
+    except msgspec.DecodeError as err:
+        raise ControlError(f"not a control message of protocol {PROTOCOL}: {err}") from None
+
+
+class ControlClient:
+    """A line's end of the control socket. One thread uses it."""
+
+    welcome: Welcome
+
+    def __init__(self, connection: socket.socket, welcome: Welcome) -> None:
+        self._socket = connection
+        self.welcome = welcome
+
+    @classmethod
+    def connect(cls, path: Path, timeout_s: float = 5.0) -> Self:
+        """Connect to the box at ``path`` and wait for its `Welcome`.
+
+        Raises `BoxGone` when nobody listens or nobody answers in time, `ControlError` when
+        the box speaks another version.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(str(path))
+            raw = connection.recv(LIMIT_BYTES)
+        except OSError as err:
+            connection.close()
+            raise BoxGone(
+                f"no box answers at {path}: {err.strerror or err}. "
+                f"Start one: duplexbox appliance serve --config FILE"
+            ) from None
+        try:
+            if not raw:
+                raise BoxGone(f"the box at {path} closed the connection at once; see its log")
+            welcome = decode_from_box(raw)
+            if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL:
+                raise ControlError(
+                    f"the box at {path} does not speak control protocol {PROTOCOL}; "
+                    f"use the duplexbox it was started with"
+                )
+        except (BoxGone, ControlError):
+            connection.close()
+            raise
+        connection.setblocking(False)
+        return cls(connection, welcome)
+
+    def fileno(self) -> int:
+        """For `select` or an event loop: readable when `receive` has something."""
+        return self._socket.fileno()
+
+    def send(self, message: ToBox) -> None:
+        """Send one message; messages are few and small, so a full socket means a dead box.
+
+        Raises `BoxGone`.
+        """
+        try:
+            self._socket.send(encode(message))
+        except OSError as err:
+            raise BoxGone(f"the box no longer listens: {err.strerror or err}") from None
+
+    def receive(self, timeout_s: float | None = 0.0) -> FromBox | None:
+        """The next message; None when none comes within ``timeout_s`` (None: wait for ever).
+
+        Raises `BoxGone` when the box has closed the connection, `ControlError` when it sent
+        something that is no message.
+        """
+        if not select.select([self._socket], [], [], timeout_s)[0]:
+            return None
+        try:
+            raw = self._socket.recv(LIMIT_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as err:
+            raise BoxGone(f"the connection to the box broke: {err.strerror or err}") from None
+        if not raw:
+            raise BoxGone("the box closed the connection; its log says why")
+        return decode_from_box(raw)
+
+    def close(self) -> None:
+        """Say goodbye by closing; calls still open are then lost."""
+        self._socket.close()

@@ -1,0 +1,101 @@
+"""The life of one session.
+
+Everything that changes a session's state is in `TRANSITIONS`. The file does not know about
+sockets, slots, shared memory or time; it is told that something happened and says what state
+that leads to.
+
+             FirstFrame           LastFrame             Flushed
+    ADMITTED -----------> LIVE --------------> DRAINING --------> GONE
+       |                   |   Leave, Fault       |                 ^
+       |                   +--- Lost -------------|-----------------+
+       +-- Leave, Lost, Timeout ------------------+- Lost, Timeout -+
+
+ADMITTED holds a lease but no slot: nobody has spoken yet, and it costs no tick. LIVE steps once
+on every tick, whether or not a frame of the caller came. DRAINING has left the batch and waits
+until the line has said what became of every frame; a line that does not is given up after a
+timeout. LOST means that the line itself vanished: nobody is left to ask.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+SessionId = NewType("SessionId", int)
+"""Never reused while the box runs; what every frame, record and receipt is stamped with."""
+
+
+class IllegalTransition(RuntimeError):
+    """An event arrived in a state that has no place for it: a bug of ours."""
+
+
+class State(enum.Enum):
+    """Where a session is in its life; see the picture above."""
+
+    ADMITTED = "admitted"
+    LIVE = "live"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class Event(enum.Enum):
+    """What can happen to a session."""
+
+    FIRST_FRAME = "first_frame"
+    """A tick found the caller's first frame waiting."""
+    LAST_FRAME = "last_frame"
+    """The frame that was just consumed is the caller's last."""
+    LEAVE = "leave"
+    """The line, or the box, ends the call; the line is there to settle its frames."""
+    FAULT = "fault"
+    """The session's row is broken: its frames can no longer be trusted."""
+    LOST = "lost"
+    """The line's process or socket is gone."""
+    TIMEOUT = "timeout"
+    """No first frame came, or the receipts never did."""
+    FLUSHED = "flushed"
+    """Every frame that was handed out has its receipt."""
+
+
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.ADMITTED: {
+        Event.FIRST_FRAME: State.LIVE,
+        Event.LEAVE: State.GONE,
+        Event.FAULT: State.GONE,
+        Event.LOST: State.GONE,
+        Event.TIMEOUT: State.GONE,
+    },
+    State.LIVE: {
+        Event.LAST_FRAME: State.DRAINING,
+        Event.LEAVE: State.DRAINING,
+        Event.FAULT: State.DRAINING,
+        Event.LOST: State.GONE,
+    },
+    State.DRAINING: {
+        Event.FLUSHED: State.GONE,
+        Event.TIMEOUT: State.GONE,
+        Event.LOST: State.GONE,
+    },
+    State.GONE: {},
+}
+
+
+@dataclass(slots=True)
+class Session:
+    """Who a call is. Its slot is somebody else's business: a slot changes, a session does not."""
+
+    id: SessionId
+    generation: int
+    """Number of the lease it holds; stamped on frames, so a former tenant's can be told."""
+    state: State = State.ADMITTED
+
+    def on(self, event: Event) -> State:
+        """Apply ``event`` and return the new state. Raises `IllegalTransition`."""
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            expected = ", ".join(e.name for e in TRANSITIONS[self.state]) or "nothing"
+            raise IllegalTransition(
+                f"session {self.id} is {self.state.name} and got {event.name}; "
+                f"it expects {expected}"
+            ) from None
+        return self.state
