@@ -22,6 +22,8 @@ export OMP_NUM_THREADS = 1
 
 .PHONY: help demo test style types tests soak test-gpu clean python-ok
 .DEFAULT_GOAL := help
+# `make -j test` would mix three outputs, and tests that watch the clock want the machine.
+.NOTPARALLEL:
 
 help:
 	@echo 'make demo      three callers talk to the box in real time, on this CPU (about a minute)'
