@@ -1,0 +1,234 @@
+"""Attention over rings, and the two kinds of transformer layer built on it.
+
+Mimi's layers: LayerNorm, GELU, LayerScale, two rows per tick. The temporal ones: RMSNorm, gated
+SiLU, one row per tick. Both keep keys and values in KV rings, time-major (1, T, H*D) per session,
+one region each, written with one `ring_write` and read whole, so that an executor may update them
+where they lie.
+
+How much a query sees. One row per tick: the first ``min(position + 1, T)`` rows of the ring, in
+whatever order, because attention does not care. Several rows per tick: writing the last of them
+may have overwritten a key the first could still have seen, so each query is masked by the
+position every row holds after the write. That is what moshi 0.2.13 computes; an offline pass sees
+that key, so the two differ once a ring has wrapped.
+
+Positions come from outside: one counter per transformer, (B,) int64.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from engines.bundle import Dtype, RegionSpec
+from engines.clocks import ClockKind, NativeClock, Order
+from export.models import operators as op
+from export.models.config import ROPE_MAX_PERIOD
+from export.models.streaming import State, Streaming
+
+RMS_EPS = 1e-8  # transformer.py: create_norm_fn("rms_norm_f32")
+
+
+class RmsNorm(nn.Module):
+    """Root mean square norm in float32, `alpha` (1, 1, C) as in the checkpoints."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(1, 1, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C) -> (N, C)."""
+        return op.rms_norm(x, self.alpha.view(-1), RMS_EPS)
+
+
+class Weight(nn.Module):
+    """A matrix called ``weight`` (O, I), multiplied as ``x @ weight.T``; no bias anywhere."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, I) -> (N, O)."""
+        return op.linear(x, self.weight)
+
+
+class GatedMlp(nn.Module):
+    """silu(a) * b with a, b the halves of `linear_in`, back through `linear_out`."""
+
+    def __init__(self, features: int, gate: int) -> None:
+        super().__init__()
+        self.linear_in = Weight(features, 2 * gate)
+        self.linear_out = Weight(gate, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C) -> (N, C)."""
+        opened, value = op.split2(self.linear_in(x))
+        gated: Tensor = self.linear_out(functional.silu(opened) * value)
+        return gated
+
+
+class Rope(nn.Module):
+    """Angles of the rotary embedding, in float32 whatever the model's dtype."""
+
+    frequencies: Tensor
+
+    def __init__(self, head_features: int) -> None:
+        super().__init__()
+        pairs = torch.arange(head_features // 2, dtype=torch.float32)
+        rate = torch.exp(pairs * (-math.log(ROPE_MAX_PERIOD) * 2 / head_features))
+        self.register_buffer("frequencies", rate, persistent=False)
+
+    def forward(self, position: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine (B, rows, D/2) of positions position .. position + rows - 1."""
+        at = position.float().view(-1, 1, 1)
+        if rows > 1:
+            at = at + torch.arange(rows, dtype=torch.float32).view(1, -1, 1)
+        angle = self.frequencies * at
+        return torch.cos(angle), torch.sin(angle)
+
+
+class View:
+    """What the queries of one tick may see, worked out once for all layers of a transformer."""
+
+    def __init__(self, position: Tensor, rows: int, capacity: int, context: int) -> None:
+        """position: (B,) int64 of the first new row; rows: new rows; capacity: ring rows.
+
+        context < capacity narrows the view to the last ``context`` positions.
+        """
+        self.rows = rows
+        self.index = position % capacity
+        self.valid: Tensor | None = None
+        self.seen: Tensor | None = None
+        if rows == 1 and context == capacity:
+            self.valid = (position + 1).clamp(max=capacity)
+            return
+        last = (position + (rows - 1)).view(-1, 1)
+        back = (last - torch.arange(capacity).view(1, -1)) % capacity
+        held = (last - back).view(-1, 1, 1, capacity)
+        asked = position.view(-1, 1, 1, 1) + torch.arange(rows).view(1, 1, -1, 1)
+        self.seen = (held >= 0) & (held <= asked)
+        if context < capacity:
+            self.seen = self.seen & (asked - held < context)
+
+
+class RingAttention(Streaming):
+    """Self-attention whose keys and values survive the tick in two KV rings."""
+
+    def __init__(
+        self, region: str, features: int, heads: int, capacity: int, *, advance: int, dtype: Dtype
+    ) -> None:
+        """advance: rows per tick; capacity: rows of the ring; dtype: of the rings."""
+        super().__init__()
+        self.region = region
+        self.features, self.heads, self.capacity = features, heads, capacity
+        self.advance, self.dtype = advance, dtype
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * features, features))
+        self.out_proj = Weight(features, features)
+
+    def regions(self) -> Iterator[RegionSpec]:
+        clock = NativeClock(
+            kind=ClockKind.RING,
+            axis=1,
+            advance=str(self.advance),
+            retain=self.capacity,
+            order=Order.MODULO,
+        )
+        for which in ("k", "v"):
+            yield RegionSpec(
+                name=f"{self.region}.{which}",
+                dtype=self.dtype,
+                shape=(1, self.capacity, self.features),
+                clock=clock,
+                in_place=True,
+            )
+
+    def forward(
+        self, x: Tensor, view: View, turn: tuple[Tensor, Tensor], state: State
+    ) -> tuple[Tensor, State]:
+        """x: (B*R, C), R = view.rows. Returns (B*R, C) and the two rings."""
+        rows, features = view.rows, self.features
+        query, key, value = op.split3(op.linear(x, self.in_proj_weight))
+        query = self._turned(query, rows, turn)
+        key = self._turned(key, rows, turn)
+        k = op.ring_write(state[f"{self.region}.k"], key.unsqueeze(1), view.index)
+        new_rows = value.view(-1, 1, rows, features)
+        v = op.ring_write(state[f"{self.region}.v"], new_rows, view.index)
+        if view.valid is not None:
+            y = op.attend_valid(query, k.squeeze(1), v.squeeze(1), view.valid, self.heads)
+        else:
+            assert view.seen is not None
+            y = op.attend_seen(query, k.squeeze(1), v.squeeze(1), view.seen, self.heads)
+        y = self.out_proj(y.view(-1, features))
+        return y, {f"{self.region}.k": k, f"{self.region}.v": v}
+
+    def _turned(self, x: Tensor, rows: int, turn: tuple[Tensor, Tensor]) -> Tensor:
+        wide = x.view(-1, rows, self.features).float()
+        return op.rotate(wide, turn[0], turn[1], self.heads).to(x.dtype)
+
+
+class GatedLayer(Streaming):
+    """One layer of the temporal transformer."""
+
+    def __init__(
+        self, region: str, features: int, heads: int, gate: int, capacity: int, dtype: Dtype
+    ) -> None:
+        super().__init__()
+        self.norm1 = RmsNorm(features)
+        self.self_attn = RingAttention(region, features, heads, capacity, advance=1, dtype=dtype)
+        self.norm2 = RmsNorm(features)
+        self.gating = GatedMlp(features, gate)
+
+    def forward(
+        self, x: Tensor, view: View, turn: tuple[Tensor, Tensor], state: State
+    ) -> tuple[Tensor, State]:
+        """(B*R, C) -> (B*R, C)."""
+        update, new = self.self_attn(self.norm1(x), view, turn, state)
+        x = x + update
+        return x + self.gating(self.norm2(x)), new
+
+
+class LayerScale(nn.Module):
+    """A learnt factor per channel on a residual branch."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class CodecLayer(Streaming):
+    """One layer of Mimi's transformers."""
+
+    def __init__(
+        self,
+        region: str,
+        features: int,
+        heads: int,
+        feedforward: int,
+        capacity: int,
+        *,
+        advance: int,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(features, eps=1e-5)
+        self.self_attn = RingAttention(
+            region, features, heads, capacity, advance=advance, dtype="float32"
+        )
+        self.layer_scale_1 = LayerScale(features)
+        self.norm2 = nn.LayerNorm(features, eps=1e-5)
+        self.linear1 = Weight(features, feedforward)
+        self.linear2 = Weight(feedforward, features)
+        self.layer_scale_2 = LayerScale(features)
+
+    def forward(
+        self, x: Tensor, view: View, turn: tuple[Tensor, Tensor], state: State
+    ) -> tuple[Tensor, State]:
+        """(B*R, C) -> (B*R, C)."""
+        update, new = self.self_attn(self.norm1(x), view, turn, state)
+        x = x + self.layer_scale_1(update)
+        update = self.linear2(functional.gelu(self.linear1(self.norm2(x))))
+        return x + self.layer_scale_2(update), new
