@@ -246,11 +246,6 @@ class _Ring:
         """How often the peer's counter could not be true. Stays 0 with a healthy peer."""
         return self._cursor.faults
 
-    @property
-    def put_total(self) -> int:
-        """Entries written since the ring was laid out, as this side's writer counts."""
-        return self._cursor.written
-
     def skip(self, entries: int) -> int:
         """Reader: drop up to ``entries`` of the oldest waiting; return how many were dropped."""
         dropped = max(0, min(entries, self._cursor.waiting()))
