@@ -107,6 +107,23 @@ class OrtExecutor:
         if batch:
             self._phase = (self._phase + 1) % PHASES
 
+    def stage_names(self) -> tuple[str, ...]:
+        """Stages in the order a tick runs them."""
+        return tuple(stage.name for stage in self.bundle.manifest.stages)
+
+    def step_timed(
+        self, batch: int, now_ns: Callable[[], int], spent_ns: NDArray[np.int64]
+    ) -> None:
+        """`step`, noting in ``spent_ns`` (stages,) how long each stage took."""
+        before = now_ns()
+        for index, run in enumerate(self._runs[self._phase][batch]):
+            run()
+            after = now_ns()
+            spent_ns[index] = after - before
+            before = after
+        if batch:
+            self._phase = (self._phase + 1) % PHASES
+
     def close(self) -> None:
         """See `executor.Executor.close`."""
         self._runs = []
