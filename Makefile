@@ -76,7 +76,7 @@ python-ok:
 $(DEMO_STAMP): pyproject.toml | python-ok
 	$(call say,making $(DEMO): the serving process alone - no torch and no GPU wheels)
 	@$(PYTHON) -m venv $(DEMO)
-	$(call say,installing duplexbox and its base dependencies (about 60 MB of downloads))
+	$(call say,installing duplexbox and its base dependencies (about 50 MB))
 	@$(DEMO)/bin/python $(PIP) install --quiet --editable .
 	@touch $@
 
