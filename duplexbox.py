@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -18,8 +19,18 @@ FOLDERS = {
     "engines": "bundle -> one tick: show and measure what runs",
     "appliance": "the box: serve callers, run the demo, read the ledger",
 }
-# The extra that brings what a folder needs beyond the base install.
-EXTRAS = {"export": "export", "engines": "cuda", "appliance": "lines"}
+# Which extra brings a module that the base install lacks.
+EXTRA_OF = {
+    "ml_dtypes": "[export]",
+    "onnx": "[export]",
+    "onnx_ir": "[export]",
+    "onnxscript": "[export]",
+    "safetensors": "[export]",
+    "torch": "[export]",
+    "cuda": "[cuda]",
+    "tensorrt_rtx": "[tensorrt]",
+    "sounddevice": "[lines]",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # one of our own modules: a bug or a broken install, wanted with its traceback
         print(
             f"duplexbox {folder} needs {missing}, which is not installed. "
-            f"Install it with: pip install 'duplexbox[{EXTRAS[folder]}]'",
+            f"Install it with: pip install '{_source()}{EXTRA_OF.get(missing, '')}'",
             file=sys.stderr,
         )
         return 2
@@ -53,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell reports for SIGPIPE
     return code
+
+
+def _source() -> str:
+    """What pip should install us from: the checkout that this file lies in, if it lies in one."""
+    root = Path(__file__).resolve().parent
+    return str(root) if (root / "pyproject.toml").exists() else "duplexbox"
 
 
 def _usage(words: Sequence[str]) -> int:

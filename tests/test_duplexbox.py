@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -48,18 +49,28 @@ def test_a_folder_gets_the_rest_of_the_line_and_its_exit_code_is_ours(
     assert seen == [["show", "--json", "B"]]
 
 
-def test_a_missing_extra_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [("torch.onnx", "[export]"), ("cuda.bindings", "[cuda]"), ("soxr", "")],
+)
+def test_a_missing_module_is_one_sentence_with_the_command_that_brings_it(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main(argv: Sequence[str]) -> int:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch.onnx")
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
     stand_in_for_cli(monkeypatch, "export", main)
     assert duplexbox.main(["export", "build"]) == 2
     assert capsys.readouterr().err == (
-        "duplexbox export needs torch, which is not installed. "
-        "Install it with: pip install 'duplexbox[export]'\n"
+        f"duplexbox export needs {module.partition('.')[0]}, which is not installed. "
+        f"Install it with: pip install '{ROOT}{extra}'\n"
     )
+
+
+def test_every_extra_we_name_is_declared_in_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {f"[{name}]" for name in project["optional-dependencies"]}
+    assert set(duplexbox.EXTRA_OF.values()) <= declared
 
 
 def test_a_missing_module_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
