@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engines.bundle import Manifest
-from engines.clocks import ClockKind
+from engines.executor import SettingError, check_setting
 
 
 class Reason(enum.Enum):
@@ -74,12 +74,12 @@ def admit(room: Headroom, manifest: Manifest, settings: Mapping[str, float]) -> 
         return Refusal(Reason.NOT_READY, "the engine is warming up; try again in a few seconds")
     if room.draining:
         return Refusal(Reason.DRAINING, f"the box stops once its {room.held} calls have ended")
-    if unknown := sorted(set(settings) - set(constants(manifest))):
-        return Refusal(
-            Reason.FAULT,
-            f"the bundle has no setting {unknown[0]!r}; "
-            f"it has {', '.join(constants(manifest)) or 'none'}",
-        )
+    regions = {region.name: region for region in manifest.regions}
+    try:
+        for name, value in settings.items():
+            check_setting(regions, name, value)
+    except SettingError as err:
+        return Refusal(Reason.FAULT, str(err))
     if room.held >= room.slots:
         return Refusal(Reason.LINES, f"all {room.slots} slots are taken")
     needed = (room.held + 1) * room.session_bytes
@@ -90,8 +90,3 @@ def admit(room: Headroom, manifest: Manifest, settings: Mapping[str, float]) -> 
             f"the limit is {room.memory_bytes}",
         )
     return None
-
-
-def constants(manifest: Manifest) -> tuple[str, ...]:
-    """Names of the settings a session may bring."""
-    return tuple(r.name for r in manifest.regions if r.clock.kind is ClockKind.CONSTANT)

@@ -13,9 +13,10 @@ all its calls with it. Not here: deciding anything (`admission`), the box's end 
 import select
 import socket
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
+from msgspec import Meta
 
 from appliance.admission import Reason
 
@@ -42,11 +43,11 @@ class Join(_Message, frozen=True):
     """May I bring a caller? Answered by `Admitted` or `Refused` with the same `request`."""
 
     request: int
-    line: str
+    line: Annotated[str, Meta(max_length=32)]
     """Kind of line: file, local, websocket, sip."""
-    caller: str
+    caller: Annotated[str, Meta(max_length=200)]
     """Who calls, as the line knows it; goes into the ledger."""
-    settings: dict[str, float] = {}
+    settings: Annotated[dict[str, float], Meta(max_length=64)] = {}
     """Values of the bundle's `constant` regions by name, such as sampling.temperature."""
 
 
@@ -54,7 +55,7 @@ class Leave(_Message, frozen=True):
     """The caller hung up without a LAST frame: step the session no more, then settle it."""
 
     session: int
-    why: str = ""
+    why: Annotated[str, Meta(max_length=200)] = ""
 
 
 class Status(_Message, frozen=True):

@@ -5,13 +5,14 @@ sessions: who sits in a slot, and for how long, is the appliance's business. Liv
 0..batch-1; the appliance fills a leaver's hole with `move`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.bundle import Bundle
+from engines.bundle import Bundle, RegionSpec
 
 
 class SettingError(ValueError):
@@ -48,3 +49,18 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back memory. The arrays must not be used afterwards."""
+
+
+def check_setting(regions: Mapping[str, RegionSpec], name: str, value: float) -> None:
+    """Raise `SettingError` unless a caller may set region ``name`` to ``value``."""
+    region = regions.get(name)
+    if region is None or region.bounds is None:
+        settable = sorted(r.name for r in regions.values() if r.bounds is not None)
+        raise SettingError(
+            f"{name} is not a setting of this bundle; it has: {', '.join(settable) or 'none'}"
+        )
+    low, high = region.bounds
+    if not low <= value <= high:  # also refuses NaN
+        raise SettingError(f"{name} = {value} is outside {low:g}..{high:g}")
+    if region.dtype in ("int64", "int32") and value != math.floor(value):
+        raise SettingError(f"{name} = {value} must be a whole number")

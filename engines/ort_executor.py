@@ -11,7 +11,6 @@ depend on how many others are in the batch.
 Not here: which buffer is current (`program`), who sits in a slot (the appliance), GPUs.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import Bundle, BundleError, Dtype, RegionSpec, StageSpec
 from engines.clocks import ClockKind
-from engines.executor import SettingError
+from engines.executor import check_setting
 from engines.noise import gumbel
 from engines.program import PHASES, Buffer, Step, plan_program
 
@@ -181,21 +180,6 @@ class OrtExecutor:
                 raise StageFailed(f"stage {name} failed at batch {batch}: {err}") from err
 
         return run
-
-
-def check_setting(regions: Mapping[str, RegionSpec], name: str, value: float) -> None:
-    """Raise `SettingError` unless a caller may set region ``name`` to ``value``."""
-    region = regions.get(name)
-    if region is None or region.bounds is None:
-        settable = sorted(r.name for r in regions.values() if r.bounds is not None)
-        raise SettingError(
-            f"{name} is not a setting of this bundle; it has: {', '.join(settable) or 'none'}"
-        )
-    low, high = region.bounds
-    if not low <= value <= high:  # also refuses NaN
-        raise SettingError(f"{name} = {value} is outside {low:g}..{high:g}")
-    if region.dtype in ("int64", "int32") and value != math.floor(value):
-        raise SettingError(f"{name} = {value} must be a whole number")
 
 
 def _allocate(

@@ -1,0 +1,137 @@
+"""One box: executor, tick loop, switchboard and ledger, started and stopped in the right order.
+
+    main thread      ticks, and nothing else
+    control thread   `switchboard`: connections, admission, shared memory
+    ledger thread    `ledger_writer`: call files
+
+Wiring only; it decides nothing. The order of an end: calls drain, the tick loop stops, then the
+control thread, then the ledger (which writes what is left), then sockets and memory are returned.
+"""
+
+import gc
+import logging
+import os
+import sys
+from pathlib import Path
+
+from appliance.admission import session_bytes
+from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
+from appliance.config import Config, ConfigError
+from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.switchboard import Switchboard
+from appliance.tick_loop import TickLoop, TickPolicy
+from engines import bundle as bundles
+from engines.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.0005
+"""How long another thread may hold the interpreter while the tick waits for it. Python's default
+is 5 ms, which is a sixteenth of a tick."""
+
+WARM_STEPS = 3
+"""Steps per batch size before the box is ready: an executor has two phases, and the first runs of
+a graph allocate."""
+
+
+class Box:
+    """`run` in the main thread; `drain` from anywhere, signal handlers included."""
+
+    def __init__(self, config: Config, executor: Executor, clock: Clock, memory_bytes: int) -> None:
+        """Binds the socket and makes the ledger's folder; nothing runs yet.
+
+        memory_bytes: what the state of all sessions may take, unless the config says.
+        Raises `ConfigError` or `switchboard.SocketTaken`.
+        """
+        timing = executor.bundle.manifest.timing
+        self.executor = executor
+        self._drain_ns = config.clock.drain_s * NS_PER_S
+        self._failure: BaseException | None = None
+        ring = RecordRing(config.ledger.ring_records)
+        try:
+            self.ledger = LedgerWriter(config.ledger.folder, ring, clock)
+        except OSError as err:
+            raise ConfigError(
+                f"[ledger] folder {config.ledger.folder}: {err.strerror or err}. "
+                f"Name a folder this user may write to"
+            ) from None
+        self.loop = TickLoop(
+            executor=executor,
+            clock=clock,
+            grid=TickGrid(clock.now_ns(), timing.period_ns),
+            policy=TickPolicy(config.clock.catch_up_ms * NS_PER_MS, config.clock.lag_limit_frames),
+            ring=ring,
+        )
+        self.switchboard = Switchboard(
+            path=config.control.socket,
+            bundle=executor.bundle,
+            loop=self.loop,
+            ledger=self.ledger,
+            clock=clock,
+            policy=config.clock,
+            memory_bytes=config.admission.memory_mb * 2**20 or memory_bytes,
+            session_bytes=session_bytes(executor.bundle.manifest),
+            on_failure=self._fail,
+        )
+
+    def run(self) -> None:
+        """Serve until drained. Raises whatever broke the tick loop or one of the threads."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            self.ledger.start()
+            self.switchboard.start()
+            self._warm_up()
+            # What exists now stays: the collector need not look at it again, ever.
+            gc.collect()
+            gc.freeze()
+            self.switchboard.ready = True
+            logger.info("ready: slots=%d", self.executor.slots)
+            self.loop.run()
+        finally:
+            self.switchboard.stop()
+            self.ledger.stop()
+            self.switchboard.close()
+            gc.unfreeze()
+            sys.setswitchinterval(before)
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Finish: refuse newcomers, let calls end, then stop. A second time: end calls now."""
+        again = self.switchboard.draining
+        self.switchboard.drain(0 if again else self._drain_ns)
+
+    def _warm_up(self) -> None:
+        for batch in range(1, self.executor.slots + 1):
+            for _ in range(WARM_STEPS):
+                if not self.loop.stopping:
+                    self.executor.step(batch)
+
+    def _fail(self, err: BaseException) -> None:
+        self._failure = err
+        self.loop.stopping = True
+
+
+def open_box(config: Config) -> Box:
+    """The box a config asks for, on this machine's clock.
+
+    Raises `ConfigError`, `engines.bundle.BundleError` or `switchboard.SocketTaken`.
+    """
+    from engines.ort_executor import OrtExecutor  # loads ONNX Runtime, which lines do not need
+
+    bundle = bundles.read(config.engine.bundle)
+    available = available_memory_bytes()
+    executor = OrtExecutor(bundle, config.engine.slots or bundle.manifest.largest_batch)
+    return Box(config, executor, MonotonicClock(), available)
+
+
+def available_memory_bytes() -> int:
+    """What Linux says could be allocated without swapping; else all physical memory."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # no procfs: fall through to what POSIX offers
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,141 @@
+"""``duplexbox.toml``, and nothing else: no environment variables, no second file.
+
+One table per module that reads it. What the model decides (period, sample rate, sizes) is not
+here: it comes from the bundle. Read once, strictly: a typo is an error with its path.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+EXIT_CONFIG = 78
+"""EX_CONFIG of sysexits.h: systemd does not restart a unit that ends with it."""
+
+DEFAULT_PATH = Path("/etc/duplexbox/duplexbox.toml")
+
+
+class ConfigError(ValueError):
+    """The file is missing or says something it cannot; the operator's to fix."""
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class EngineConfig(_Table, frozen=True):
+    """What runs."""
+
+    bundle: Path
+    slots: Annotated[int, Meta(ge=0)] = 0
+    """Sessions at once; 0: the bundle's largest batch."""
+
+
+class ClockConfig(_Table, frozen=True):
+    """What is done about lateness."""
+
+    catch_up_ms: Annotated[int, Meta(ge=0, le=10_000)] = 80
+    """After an overrun, a tick is still run if it ends within this after its deadline. One frame
+    of 80 ms: what a line's playout buffer bridges, and the model hears its caller without a gap."""
+    lag_limit_frames: Annotated[int, Meta(ge=1, le=15)] = 4
+    """Frames of a caller that may wait (320 ms) before the oldest are dropped unheard."""
+    first_frame_s: Annotated[int, Meta(ge=1, le=3600)] = 10
+    """How long an admitted caller may stay silent on the wire before its lease is taken back."""
+    settle_s: Annotated[int, Meta(ge=1, le=600)] = 2
+    """How long a line may take to say what became of a call's last frames."""
+    drain_s: Annotated[int, Meta(ge=0, le=86_400)] = 30
+    """How long calls may go on once the box was told to stop; then they are ended."""
+
+
+class ControlConfig(_Table, frozen=True):
+    """Where lines find the box."""
+
+    socket: Path = Path("/run/duplexbox/control.sock")
+
+
+class LedgerConfig(_Table, frozen=True):
+    """Where calls are recorded."""
+
+    folder: Path = Path("/var/lib/duplexbox/calls")
+    ring_records: Annotated[int, Meta(ge=64, le=1 << 20)] = 8192
+    """Records that may wait for the disk: 20 s of 32 sessions."""
+
+
+class AdmissionConfig(_Table, frozen=True):
+    """Who may come in."""
+
+    memory_mb: Annotated[int, Meta(ge=0)] = 0
+    """What the state of all sessions may take at full retention; 0: what the machine had
+    available when the box started."""
+
+
+class Config(_Table, frozen=True):
+    """The whole file. Each module gets its own table, never this."""
+
+    engine: EngineConfig
+    clock: ClockConfig = ClockConfig()
+    control: ControlConfig = ControlConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+
+
+def load(path: Path) -> Config:
+    """Read ``path``. Raises `ConfigError` with the path of the first wrong field."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist. Write one: duplexbox appliance init") from None
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{path} cannot be read: {err}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> Config:
+    """Decode TOML; ``name`` is how errors call it. Pure."""
+    try:
+        return msgspec.convert(tomllib.loads(text), Config, dec_hook=_decode_path)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as err:
+        raise ConfigError(
+            f"{name}: {err}. All settings with their defaults: duplexbox appliance init -"
+        ) from None
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    """msgspec knows no paths; everything else it was not told of is a mistake in this file."""
+    if kind is not Path:
+        raise NotImplementedError(f"config field of type {kind}")
+    if not isinstance(value, str):
+        raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
+    if not value:
+        raise ValueError("a path cannot be empty")
+    return Path(value)
+
+
+DEFAULT = """\
+# What this box serves, and how. Everything that is not here comes from the bundle.
+# After a change: duplexbox appliance check --config FILE, then restart the service.
+
+[engine]
+bundle = "/var/lib/duplexbox/bundle"   # the folder that duplexbox export build wrote
+slots = 0                              # sessions at once; 0: the bundle's largest batch
+
+[clock]
+catch_up_ms = 80        # after an overrun, run a tick if it ends within this after its deadline
+lag_limit_frames = 4    # frames of a caller that may wait before the oldest are dropped unheard
+first_frame_s = 10      # how long an admitted caller may stay silent on the wire
+settle_s = 2            # how long a line may take to say what became of a call's last frames
+drain_s = 30            # how long calls may go on once the box was told to stop
+
+[control]
+socket = "/run/duplexbox/control.sock"    # where lines find the box
+
+[ledger]
+folder = "/var/lib/duplexbox/calls"       # one file per call
+ring_records = 8192                       # records that may wait for the disk
+
+[admission]
+memory_mb = 0           # for the state of all sessions at full retention; 0: what is available
+"""
+"""What ``duplexbox appliance init`` writes; a test holds it to the defaults above."""

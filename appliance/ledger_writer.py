@@ -1,0 +1,355 @@
+"""The ledger's thread: takes records from the tick and receipts from the lines, writes call files.
+
+The tick thread only copies a record into a preallocated ring and never waits; when the ring is
+full the record is lost, counted, and the count lands in the END record of every call it may have
+hit, so that a hole is never taken for a quiet call. Files are the business of this thread alone:
+a slow or full disk delays it, and nobody else.
+
+It also knows when a session is settled, that is, when every frame that was handed to the line
+has come back as a receipt. It does not know why a session ends; the control thread says.
+"""
+
+import logging
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from appliance.clock import Clock
+from appliance.frame_ring import Outcome, Receipt, ReceiptRing
+from appliance.ledger import (
+    END,
+    RECEIPT,
+    RECORD_BYTES,
+    TICK,
+    Flag,
+    Header,
+    Kind,
+    Settled,
+    Why,
+    encode_header,
+    file_name,
+    seal,
+)
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+"""How often rings are emptied: a quarter of an 80 ms tick, so they stay nearly empty."""
+
+EARLY_FRAMES = 256
+"""How far a receipt may run ahead of the records: a line fills a late frame before we make it."""
+
+PENDING_LIMIT_BYTES = 8 * 1024 * 1024
+"""Records kept per call while its disk refuses them: about half an hour."""
+
+_HANDED_OVER = Flag.GENERATED | Flag.UNREAD | Flag.FAULT
+
+
+class RecordRing:
+    """Tick thread -> ledger thread: one writer, one reader, no lock, nothing allocated to keep.
+
+    Each counter has one writer; the interpreter lock orders a row's bytes before its counter.
+    """
+
+    __slots__ = ("capacity", "lost", "read", "rows", "written")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.rows: NDArray[np.void] = np.zeros(capacity, TICK)
+        self.written = 0
+        self.read = 0
+        self.lost = 0
+        """Records that found the ring full. Only grows; 0 in a box whose ledger is whole."""
+
+    def put(self, record: tuple[int, ...]) -> bool:
+        """Writer: copy one record, the fields of `ledger.TICK` in order. False if it was lost."""
+        if self.written - self.read >= self.capacity:
+            self.lost += 1
+            return False
+        self.rows[self.written % self.capacity] = record
+        self.written += 1
+        return True
+
+    def take(self) -> NDArray[np.void]:
+        """Reader: a copy of all records that wait, oldest first."""
+        written = self.written
+        if written == self.read:
+            return self.rows[:0].copy()
+        picked = np.arange(self.read, written) % self.capacity
+        records: NDArray[np.void] = self.rows[picked]
+        self.read = written
+        return records
+
+
+@dataclass(slots=True)
+class Open:
+    """Control -> ledger: a session was admitted; start its file."""
+
+    header: Header
+    receipts: ReceiptRing
+
+
+@dataclass(slots=True)
+class Settle:
+    """Control -> ledger: no frame will follow; close the file once all receipts are in."""
+
+    session: int
+    due: int
+    why: Why
+
+
+@dataclass(slots=True)
+class Finish:
+    """Control -> ledger: close the file now, whatever is missing."""
+
+    session: int
+    due: int
+    why: Why
+
+
+@dataclass(slots=True)
+class _CallFile:
+    header: Header
+    receipts: ReceiptRing
+    fd: int
+    lost_at_open: int
+    offset: int = 0
+    """Bytes that are safely written; a failed write is repeated from here."""
+    pending: bytearray = field(default_factory=bytearray)
+    awaited: set[int] = field(default_factory=set)
+    """Frames handed to the line whose receipt has not come."""
+    seen: bytearray = field(default_factory=bytearray)
+    """Receipts per frame index; a third one is not believed."""
+    records: int = 0
+    foreign: int = 0
+    dropped: int = 0
+    settle: Settle | None = None
+
+
+class LedgerWriter:
+    """All call files of one box. `open`, `settle`, `finish` and `closed` belong to control."""
+
+    def __init__(self, folder: Path, ring: RecordRing, clock: Clock) -> None:
+        """Raises `OSError` when ``folder`` cannot be made or written to."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "the ledger's folder cannot be written to", str(folder))
+        self.closed: deque[int] = deque()
+        """Sessions whose file is closed and whose receipt ring is no longer touched."""
+        self.write_errors = 0
+        self.failure: BaseException | None = None
+        """What ended the thread before its time; control looks, and ends the box."""
+        self._folder = folder
+        self._ring = ring
+        self._clock = clock
+        self._commands: deque[Open | Settle | Finish] = deque()
+        self._calls: dict[int, _CallFile] = {}
+        self._failing = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ledger")
+
+    def open(self, header: Header, receipts: ReceiptRing) -> None:
+        """Before the tick thread hears of the session."""
+        self._commands.append(Open(header, receipts))
+
+    def settle(self, session: int, due: int, why: Why) -> None:
+        """After the tick thread has let go of the session."""
+        self._commands.append(Settle(session, due, why))
+
+    def finish(self, session: int, due: int, why: Why) -> None:
+        """Give up waiting. Does nothing when the session is closed already."""
+        self._commands.append(Finish(session, due, why))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is waiting, close what is open, end the thread. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(POLL_S):
+                self.pump()
+            self.pump()
+        except BaseException as err:
+            self.failure = err
+        for call in list(self._calls.values()):
+            os.close(call.fd)  # no END: the reader says that the box stopped in mid-call
+        self._calls.clear()
+
+    def pump(self) -> None:
+        """One pass. Also what tests call, instead of the thread."""
+        # Receipts are fetched before records and looked at after them: a receipt can then
+        # never overtake the record of the frame it is about.
+        fetched = [(call, _drain(call.receipts)) for call in self._calls.values()]
+        closing = self._obey()
+        records = self._ring.take()
+        for session in np.unique(records["session"]).tolist():
+            if session not in self._calls:
+                closing += self._obey()  # it was admitted between the two lines above
+            call = self._calls.get(session)
+            assert call is not None, f"records of session {session}, which is closed or never was"
+            self._enter_records(call, records[records["session"] == session])
+        for call, receipts in fetched:
+            self._enter_receipts(call, receipts)
+        for command in closing:
+            self._close_on(command)
+        for call in list(self._calls.values()):
+            if call.settle is not None and not call.awaited:
+                self._end(call, call.settle.due, call.settle.why)
+            else:
+                self._flush(call)
+
+    def _obey(self) -> list[Settle | Finish]:
+        closing: list[Settle | Finish] = []
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, Open):
+                self._open(command)
+            else:
+                closing.append(command)
+        return closing
+
+    def _open(self, command: Open) -> None:
+        header = command.header
+        path = self._folder / file_name(header)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as err:
+            self._complain(path, err)
+            fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        call = _CallFile(header, command.receipts, fd, self._ring.lost)
+        call.pending += encode_header(header)
+        self._calls[header.session] = call
+
+    def _close_on(self, command: Settle | Finish) -> None:
+        call = self._calls.get(command.session)
+        if call is None:
+            return
+        if isinstance(command, Settle):
+            call.settle = command
+        else:
+            self._end(call, command.due, command.why)
+
+    def _enter_records(self, call: _CallFile, records: NDArray[np.void]) -> None:
+        handed = (records["flags"] & _HANDED_OVER) == Flag.GENERATED
+        for index in records["index"][handed].tolist():
+            if index >= len(call.seen) or not call.seen[index]:
+                call.awaited.add(index)
+        call.records += len(records)
+        call.pending += seal(records)
+
+    def _enter_receipts(self, call: _CallFile, receipts: list[Receipt]) -> None:
+        rows = []
+        for receipt in receipts:
+            if not self._believe(call, receipt):
+                call.foreign += 1
+                continue
+            call.awaited.discard(receipt.frame_index)
+            rows.append(receipt)
+        if rows:
+            self._append_receipts(call, rows)
+
+    def _believe(self, call: _CallFile, receipt: Receipt) -> bool:
+        """A line is another process: its numbers are looked at before they are written down."""
+        index = receipt.frame_index
+        if (receipt.session, receipt.generation) != (call.header.session, call.header.generation):
+            return False
+        if not 0 <= index < call.records + EARLY_FRAMES or not _is_outcome(receipt.outcome):
+            return False
+        if index >= len(call.seen):
+            call.seen.extend(bytes(index + 1 - len(call.seen)))
+        if call.seen[index] >= 2:
+            return False
+        call.seen[index] += 1
+        return True
+
+    def _append_receipts(self, call: _CallFile, receipts: list[Receipt]) -> None:
+        rows = np.zeros(len(receipts), RECEIPT)
+        for row, receipt in zip(rows, receipts, strict=True):
+            row["kind"] = Kind.RECEIPT
+            row["generation"] = receipt.generation
+            row["session"] = receipt.session
+            row["index"] = receipt.frame_index
+            row["outcome"] = receipt.outcome
+            row["at_ns"] = receipt.at_ns
+            row["buffer_ns"] = receipt.buffer_ns
+        call.pending += seal(rows)
+
+    def _end(self, call: _CallFile, due: int, why: Why) -> None:
+        header = call.header
+        now_ns = self._clock.now_ns()
+        self._enter_receipts(call, _drain(call.receipts))
+        if why is Why.LOST and call.awaited:
+            # Nobody is left to ask. Say so, rather than leave a hole that looks like our fault.
+            self._append_receipts(
+                call,
+                [
+                    Receipt(header.session, header.generation, index, Settled.LOST, now_ns, 0)
+                    for index in sorted(call.awaited)
+                ],
+            )
+        end = np.zeros(1, END)
+        end["kind"] = Kind.END
+        end["generation"] = header.generation
+        end["session"] = header.session
+        end["index"] = due
+        end["why"] = why
+        end["at_ns"] = now_ns
+        end["foreign"] = call.foreign
+        end["records_lost"] = self._ring.lost - call.lost_at_open
+        call.pending += seal(end)
+        self._flush(call)
+        os.close(call.fd)
+        del self._calls[header.session]
+        self.closed.append(header.session)
+
+    def _flush(self, call: _CallFile) -> None:
+        """Append what waits. A disk that refuses is reported once and tried again each pass."""
+        while call.pending:
+            try:
+                # At an offset of ours: a write that failed half-way is overwritten, so that a
+                # full disk leaves no torn record in the middle of a file.
+                written = os.pwrite(call.fd, call.pending, call.offset)
+            except OSError as err:
+                self._complain(self._folder / file_name(call.header), err)
+                if len(call.pending) > PENDING_LIMIT_BYTES:
+                    surplus = len(call.pending) - PENDING_LIMIT_BYTES
+                    surplus += -surplus % RECORD_BYTES
+                    del call.pending[-surplus:]
+                    call.dropped += surplus // RECORD_BYTES
+                return
+            call.offset += written
+            del call.pending[:written]
+            self._failing = False
+
+    def _complain(self, path: Path, err: OSError) -> None:
+        self.write_errors += 1
+        if not self._failing:
+            logger.error(
+                "ledger: %s cannot be written: %s. Calls go on; free space in %s",
+                path,
+                err.strerror or err,
+                self._folder,
+            )
+        self._failing = True
+
+
+def _drain(ring: ReceiptRing) -> list[Receipt]:
+    """At most a ring full, so that a line that never stops cannot keep us here."""
+    taken: list[Receipt] = []
+    while len(taken) < ring.capacity and (receipt := ring.get()) is not None:
+        taken.append(receipt)
+    return taken
+
+
+def _is_outcome(value: int) -> bool:
+    return any(value == outcome.value for outcome in Outcome)

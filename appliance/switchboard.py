@@ -1,0 +1,451 @@
+"""The box's end of the control socket, in a thread of its own: who comes, who goes, and why.
+
+The thread owns connections, session states, leases and channels. It asks `admission`, prepares
+everything a session needs (shared memory, a ledger file) and only then tells the tick thread,
+through a deque; what happened comes back through another. A call is over in this order:
+
+    tick loop says Left  ->  lease free  ->  ledger has every receipt (or a timeout)  ->  Gone
+
+so the tick thread never waits for a line, and no line keeps a slot by not answering.
+"""
+
+import logging
+import os
+import secrets
+import selectors
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from appliance import control
+from appliance.admission import Headroom, Reason, Refusal, admit
+from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
+from appliance.config import ClockConfig
+from appliance.frame_ring import Capacities, Channel, ChannelError
+from appliance.leases import Lease, Leases
+from appliance.ledger import Header, Why
+from appliance.ledger_writer import LedgerWriter
+from appliance.session import Event, Session, SessionId, State
+from appliance.tick_loop import Arrive, Depart, Left, Seat, TickLoop, WentLive
+from engines.bundle import Bundle
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.01
+"""How long news from the tick or the ledger may lie; a connection is answered at once."""
+
+ENDED: dict[Event, Why] = {
+    Event.LAST_FRAME: Why.FINISHED,
+    Event.LEAVE: Why.LEFT,
+    Event.FAULT: Why.FAULT,
+    Event.LOST: Why.LOST,
+    Event.TIMEOUT: Why.TIMEOUT,
+}
+
+
+class SocketTaken(RuntimeError):
+    """The control socket cannot be had; the operator's to fix."""
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    socket: socket.socket
+    sessions: set[SessionId] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Call:
+    session: Session
+    channel: Channel
+    connection: _Connection | None
+    """None once the line is lost."""
+    due: int = 0
+    why: Why = Why.FINISHED
+    stopped: bool = False
+    """The box ended the call, not the line."""
+    settle_until_ns: int = 0
+
+
+class Switchboard:
+    """Everything but ticks and files. `start` and `stop` belong to the main thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        bundle: Bundle,
+        loop: TickLoop,
+        ledger: LedgerWriter,
+        clock: Clock,
+        policy: ClockConfig,
+        memory_bytes: int,
+        session_bytes: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Binds the socket. Raises `SocketTaken`."""
+        self.ready = False
+        """Set by the main thread once the engine is warm."""
+        self.calls_ended = 0
+        self.refusals: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        self._path = path
+        self._bundle = bundle
+        self._loop = loop
+        self._ledger = ledger
+        self._clock = clock
+        self._policy = policy
+        self._memory_bytes = memory_bytes
+        self._session_bytes = session_bytes
+        self._on_failure = on_failure
+        self._leases = Leases(loop.executor.slots)
+        self._calls: dict[SessionId, _Call] = {}
+        self._token = secrets.token_hex(4)
+        self._drain_until_ns: int | None = None
+        self._stop = False
+        self._seen_late = (0, 0)
+        self._quiet_until_ns = 0
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listen(path)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="control")
+
+    @property
+    def sessions(self) -> int:
+        """Calls that are not over, whatever their state."""
+        return len(self._calls)
+
+    @property
+    def draining(self) -> bool:
+        return self._drain_until_ns is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def drain(self, within_ns: int) -> None:
+        """Refuse newcomers, let calls end, after ``within_ns`` end them; then stop the loop.
+
+        Called from a signal handler: sets a number and nothing else.
+        """
+        until_ns = self._clock.now_ns() + within_ns
+        if self._drain_until_ns is None or until_ns < self._drain_until_ns:
+            self._drain_until_ns = until_ns
+
+    def stop(self) -> None:
+        """End the thread. Connections stay open until `close`."""
+        self._stop = True
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def close(self) -> None:
+        """After the tick loop and the ledger have stopped: give back sockets and memory."""
+        for call in self._calls.values():
+            call.channel.close()
+            call.channel.unlink()
+        self._calls.clear()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Connection):
+                key.data.socket.close()
+        self._selector.close()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                self.serve_once(POLL_S)
+        except BaseException as err:
+            # A box nobody can call is no box: end the process, systemd starts it again.
+            self._on_failure(err)
+
+    def serve_once(self, timeout_s: float) -> None:
+        """One pass: messages, news from tick and ledger, time limits. Tests call it directly."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._accept()
+            else:
+                self._read(key.data)
+        if self._ledger.failure is not None:
+            raise self._ledger.failure
+        while self._loop.outbox:
+            self._hear_tick(self._loop.outbox.popleft())
+        while self._ledger.closed:
+            self._forget(SessionId(self._ledger.closed.popleft()))
+        now_ns = self._clock.now_ns()
+        self._give_up_on_silent_lines(now_ns)
+        self._drain_on(now_ns)
+        self._report_lateness(now_ns)
+
+    # --- lines
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError as err:  # it went away again, or we have no descriptors left
+            logger.warning("a line could not be let in: %s", err.strerror or err)
+            return
+        peer.setblocking(False)
+        connection = _Connection(peer)
+        self._selector.register(peer, selectors.EVENT_READ, connection)
+        manifest = self._bundle.manifest
+        self._send(
+            connection,
+            control.Welcome(
+                version=control.PROTOCOL,
+                bundle=str(self._bundle.path.resolve()),
+                model=manifest.model.name,
+                trained=manifest.model.trained,
+                notice=manifest.model.notice,
+                period_ns=manifest.timing.period_ns,
+                sample_rate_hz=manifest.timing.sample_rate_hz,
+                samples_per_frame=manifest.timing.samples_per_frame,
+                t0_ns=self._loop.grid.t0_ns,
+                pieces=str(self._bundle.file(manifest.text.pieces).resolve()),
+                silent_ids=manifest.text.silent_ids,
+            ),
+        )
+
+    def _read(self, connection: _Connection) -> None:
+        if connection.socket.fileno() < 0:
+            return  # dropped by something earlier in this pass
+        try:
+            raw = connection.socket.recv(control.LIMIT_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            raw = b""
+        if not raw:
+            self._lose(connection)
+            return
+        try:
+            message = control.decode_to_box(raw)
+        except control.ControlError as err:
+            logger.warning("a line was cut off: it sent %d bytes that are %s", len(raw), err)
+            self._lose(connection)
+            return
+        match message:
+            case control.Join():
+                self._join(connection, message)
+            case control.Leave():
+                if message.session in connection.sessions:  # nobody ends another line's call
+                    self._loop.inbox.append(Depart(SessionId(message.session), Event.LEAVE))
+            case control.Status():
+                self._send(connection, self._report(message.request))
+
+    def _send(self, connection: _Connection, message: control.FromBox) -> None:
+        try:
+            connection.socket.send(control.encode(message))
+        except OSError as err:  # full, because the line does not read, or closed
+            logger.warning("a line was cut off: it does not read (%s)", err.strerror or err)
+            self._lose(connection)
+
+    def _lose(self, connection: _Connection) -> None:
+        """The line is gone; its calls follow, each at its own next boundary."""
+        if connection.socket.fileno() < 0:
+            return
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        for session in connection.sessions:
+            call = self._calls[session]
+            call.connection = None
+            if call.session.state is State.DRAINING:
+                call.session.on(Event.LOST)
+                self._ledger.finish(session, call.due, Why.LOST)
+            elif call.session.state is not State.GONE:
+                self._loop.inbox.append(Depart(session, Event.LOST))
+
+    # --- newcomers
+
+    def _join(self, connection: _Connection, join: control.Join) -> None:
+        refusal = admit(self._headroom(), self._bundle.manifest, join.settings)
+        lease = None if refusal else self._leases.grant()
+        if refusal is None and lease is not None:
+            refusal = self._prepare(connection, join, lease)
+        if refusal is not None:
+            if lease is not None:
+                self._leases.give_back(lease.session)
+            self.refusals[refusal.reason] += 1
+            logger.info("refused: reason=%s (%s)", refusal.reason.value, refusal.detail)
+            self._send(connection, control.Refused(join.request, refusal.reason, refusal.detail))
+
+    def _prepare(self, connection: _Connection, join: control.Join, lease: Lease) -> Refusal | None:
+        """All that a session needs, before the tick thread hears of it."""
+        manifest = self._bundle.manifest
+        sizes = Capacities()
+        name = f"dbx-{os.getpid()}-{self._token}-{lease.session}"
+        try:
+            channel = Channel.create(name, manifest.timing.samples_per_frame, sizes)
+        except (ChannelError, OSError) as err:
+            return Refusal(Reason.FAULT, f"no shared memory for the call: {err}")
+        header = Header(
+            session=lease.session,
+            generation=lease.generation,
+            line=join.line,
+            caller=join.caller,
+            settings=dict(join.settings),
+            bundle=str(self._bundle.path),
+            model=manifest.model.name,
+            checkpoint_sha256=manifest.model.checkpoint_sha256,
+            period_ns=manifest.timing.period_ns,
+            t0_ns=self._loop.grid.t0_ns,
+            started=wall_stamp(),
+        )
+        self._ledger.open(header, channel.receipts)
+        session = Session(lease.session, lease.generation)
+        self._calls[lease.session] = _Call(session, channel, connection)
+        connection.sessions.add(lease.session)
+        wait_until_ns = self._clock.now_ns() + self._policy.first_frame_s * NS_PER_S
+        seat = Seat(lease.session, lease.generation, channel, dict(join.settings), wait_until_ns)
+        self._loop.inbox.append(Arrive(seat))
+        logger.info("session %d admitted: line=%s", lease.session, join.line)
+        self._send(
+            connection,
+            control.Admitted(
+                request=join.request,
+                session=lease.session,
+                generation=lease.generation,
+                channel=name,
+                uplink=sizes.uplink,
+                downlink=sizes.downlink,
+                receipts=sizes.receipts,
+            ),
+        )
+        return None
+
+    def _headroom(self) -> Headroom:
+        return Headroom(
+            slots=self._leases.total,
+            held=self._leases.held,
+            session_bytes=self._session_bytes,
+            memory_bytes=self._memory_bytes,
+            ready=self.ready,
+            draining=self.draining,
+        )
+
+    # --- what tick and ledger say
+
+    def _hear_tick(self, news: WentLive | Left) -> None:
+        call = self._calls[news.session]
+        if isinstance(news, WentLive):
+            call.session.on(Event.FIRST_FRAME)
+            logger.info("session %d live: slot=%d tick=%d", news.session, news.slot, news.tick)
+            return
+        self._leases.give_back(news.session)
+        call.due = news.due
+        call.why = ENDED[news.event]
+        if call.stopped and call.why is Why.LEFT:
+            call.why = Why.STOPPED
+        state = call.session.on(news.event)
+        if call.connection is None and state is State.DRAINING:
+            call.why = Why.LOST
+            state = call.session.on(Event.LOST)
+        if state is State.DRAINING:
+            call.settle_until_ns = self._clock.now_ns() + self._policy.settle_s * NS_PER_S
+            self._ledger.settle(news.session, call.due, call.why)
+        else:
+            self._ledger.finish(news.session, call.due, call.why)
+
+    def _give_up_on_silent_lines(self, now_ns: int) -> None:
+        for session, call in self._calls.items():
+            if call.session.state is State.DRAINING and now_ns > call.settle_until_ns:
+                call.session.on(Event.TIMEOUT)
+                call.why = Why.TIMEOUT
+                self._ledger.finish(session, call.due, Why.TIMEOUT)
+
+    def _forget(self, session: SessionId) -> None:
+        """The file is closed, the channel is nobody's any more."""
+        call = self._calls.pop(session)
+        if call.session.state is State.DRAINING:
+            call.session.on(Event.FLUSHED)
+        assert call.session.state is State.GONE, call.session
+        call.channel.close()
+        call.channel.unlink()
+        self.calls_ended += 1
+        why = call.why.name.lower()
+        logger.info("session %d gone: why=%s frames_due=%d", session, why, call.due)
+        if call.connection is not None:
+            call.connection.sessions.discard(session)
+            self._send(call.connection, control.Gone(session, why))
+
+    # --- the box itself
+
+    def _drain_on(self, now_ns: int) -> None:
+        if self._drain_until_ns is None:
+            return
+        if not self._calls:
+            self._loop.stopping = True
+        elif now_ns >= self._drain_until_ns:
+            for session, call in self._calls.items():
+                if not call.stopped and call.session.state in (State.ADMITTED, State.LIVE):
+                    call.stopped = True
+                    self._loop.inbox.append(Depart(session, Event.LEAVE))
+
+    def _report(self, request: int) -> control.Report:
+        counts = self._loop.counts
+        return control.Report(
+            request=request,
+            ready=self.ready,
+            draining=self.draining,
+            tick=counts.tick,
+            sessions_live=counts.live,
+            leases_held=self._leases.held,
+            slots=self._leases.total,
+            ticks_late=counts.late,
+            ticks_missed=counts.missed,
+            last_margin_ns=counts.margin_ns,
+            worst_margin_ns=counts.worst_margin_ns,
+            records_lost=self._loop.ring.lost,
+        )
+
+    def _report_lateness(self, now_ns: int) -> None:
+        """At most once a second, with counts: a late box must not also drown in its own log."""
+        seen = (self._loop.counts.late, self._loop.counts.missed)
+        if seen == self._seen_late or now_ns < self._quiet_until_ns:
+            return
+        logger.warning(
+            "ticks late: %d more, missed: %d more; margin_us=%d sessions=%d",
+            seen[0] - self._seen_late[0],
+            seen[1] - self._seen_late[1],
+            self._loop.counts.margin_ns // 1000,
+            self._loop.counts.live,
+        )
+        self._seen_late = seen
+        self._quiet_until_ns = now_ns + 1000 * NS_PER_MS
+
+
+def _listen(path: Path) -> socket.socket:
+    """A listening socket at ``path``, mode 0600; a stale one of a killed box is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise SocketTaken(f"{path} is not a socket; name another one in [control] socket")
+            _remove_if_stale(path)
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(16)
+        listener.setblocking(False)
+    except OSError as err:
+        listener.close()
+        raise SocketTaken(
+            f"the control socket {path} cannot be made: {err.strerror or err}. "
+            f"Name a path of at most 107 bytes in a folder this user may write to"
+        ) from None
+    except SocketTaken:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_if_stale(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()  # nobody listens: left behind by a box that was killed
+            return
+    raise SocketTaken(f"another box listens at {path}. Stop it, or name another [control] socket")

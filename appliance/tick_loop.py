@@ -1,0 +1,399 @@
+"""Gather, step, scatter, account: on the grid, for exactly the live sessions.
+
+    tick n  |- join, leave -|- gather -|- executor.step(B) -|- scatter, record -|.. margin ..|
+            t0 + n·period                                                           deadline
+
+`TickLoop.turn` is the hot path and is bound by these rules: it retains nothing it allocates, does
+not log, await or touch a file, and takes no lock. Control messages come and go through two
+deques, records leave through a preallocated ring, frames through shared memory that the control
+thread made before the loop ever sees the session.
+
+One session's trouble stays its own: a frame of NaN from a caller is replaced by silence and
+recorded; a row of NaN from the model ends that session with FAULT, and the others go on. An
+exception out of `executor.step` concerns everybody: it is not caught, it ends the process, and
+systemd starts it again. Decisions are in `scheduler`; who may come in is `admission`'s business.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from appliance import frame_ring
+from appliance.clock import Clock, TickGrid
+from appliance.frame_ring import Channel, DownlinkHeader, UplinkHeader
+from appliance.leases import Slots
+from appliance.ledger import Flag, Kind
+from appliance.ledger_writer import RecordRing
+from appliance.scheduler import Occupant, SlotPlan, plan_resume, plan_tick
+from appliance.session import Event, SessionId
+from engines.executor import Executor, SettingError
+
+RECENT_STEPS = 8
+"""Steps looked back on to guess the next one's length. The guess is the shortest of them: after a
+hiccup steps are fast again, and one frame late is better than one frame lost."""
+
+U32_MAX = 2**32 - 1
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """All the tick thread knows of one session. Made by control, owned by the tick thread."""
+
+    session: SessionId
+    generation: int
+    channel: Channel
+    settings: Mapping[str, float]
+    wait_until_ns: int
+    """When to give up on a caller who has been admitted and sends nothing."""
+    slot: int = -1
+    frame_index: int = 0
+    """The next due frame: how many were due so far."""
+    misses: int = 0
+    ending: Event | None = None
+    """What ends the session at the next tick boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """Control -> tick: a session was admitted and may begin."""
+
+    seat: Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """Control -> tick: end a session at the next tick boundary. Unknown ones are ignored."""
+
+    session: SessionId
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class WentLive:
+    """Tick -> control: the first frame came, and this tick steps the session for the first time."""
+
+    session: SessionId
+    tick: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Tick -> control, once per `Arrive`: the session's seat and channel are not used any more."""
+
+    session: SessionId
+    event: Event
+    due: int
+    """Frames that were due: each has its record in the ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class TickPolicy:
+    """What an operator may choose about lateness; see `config.ClockConfig`."""
+
+    catch_up_ns: int
+    lag_limit_frames: int
+
+
+@dataclass(slots=True)
+class TickCounts:
+    """Read by other threads without a lock: each number is right, two may be a tick apart."""
+
+    tick: int = -1
+    live: int = 0
+    late: int = 0
+    missed: int = 0
+    margin_ns: int = 0
+    worst_margin_ns: int = 0
+    steps: int = 0
+    """Ticks that stepped at least one session."""
+
+
+@dataclass(slots=True)
+class TickLoop:
+    """The loop and everything it owns. One thread calls `turn` or `run`."""
+
+    executor: Executor
+    clock: Clock
+    grid: TickGrid
+    policy: TickPolicy
+    ring: RecordRing
+    inbox: deque[Arrive | Depart] = field(default_factory=deque)
+    outbox: deque[WentLive | Left] = field(default_factory=deque)
+    counts: TickCounts = field(default_factory=TickCounts)
+    stopping: bool = False
+    """Set by another thread: return from `run` before the next tick."""
+
+    _slots: Slots[Seat] = field(init=False)
+    _waiting: list[Seat] = field(default_factory=list)
+    _stamps: list[int] = field(init=False)
+    """Generation per slot; travels with the state when it is moved."""
+    _rows_in: list[NDArray[np.float32]] = field(init=False)
+    _rows_out: list[NDArray[np.float32]] = field(init=False)
+    _scratch: NDArray[np.float32] = field(init=False)
+    _steps_ns: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots = self.executor.slots
+        self._slots = Slots(slots)
+        self._stamps = [0] * slots
+        self._rows_in = [self.executor.audio_in[slot] for slot in range(slots)]
+        self._rows_out = [self.executor.audio_out[slot] for slot in range(slots)]
+        self._scratch = np.zeros_like(self._rows_in[0])
+        self._steps_ns = [self.grid.period_ns // 2] * RECENT_STEPS
+
+    def run(self) -> None:
+        """Tick until told to stop. Whatever `turn` raises ends the process."""
+        tick = max(0, self.grid.tick_at(self.clock.now_ns()) + 1)
+        while not self.stopping:
+            self.clock.sleep_until(self.grid.start_ns(tick))
+            tick = self.turn(tick)
+
+    def turn(self, due_tick: int) -> int:
+        """Everything that happens at one tick boundary and until the next; see the module's rules.
+
+        due_tick: the tick that is due now. Returns the one to wait for next.
+        """
+        self._read_inbox()
+        self._let_leave()
+        tick = plan_resume(
+            due_tick,
+            self.clock.now_ns(),
+            self.grid.t0_ns,
+            self.grid.period_ns,
+            min(self._steps_ns),
+            self.policy.catch_up_ns,
+        )
+        for missed in range(due_tick, tick):
+            self._miss(missed)
+            self._let_leave()
+        self._let_in(tick)
+        self._step(tick)
+        return tick + 1
+
+    @property
+    def live(self) -> int:
+        return len(self._slots)
+
+    # --- joins and leaves: at the boundary, before anything is gathered
+
+    def _read_inbox(self) -> None:
+        while self.inbox:
+            message = self.inbox.popleft()
+            if isinstance(message, Arrive):
+                self._waiting.append(message.seat)
+                continue
+            for seat in (*self._slots, *self._waiting):
+                if seat.session == message.session and seat.ending is None:
+                    seat.ending = message.event
+
+    def _let_leave(self) -> None:
+        for seat in [seat for seat in self._slots if seat.ending is not None]:
+            hole = seat.slot
+            source = self._slots.leave(seat)
+            if source is not None:
+                self.executor.move(source, hole)
+                self._stamps[hole] = self._stamps[source]
+            self._say_left(seat)
+
+    def _let_in(self, tick: int) -> None:
+        """Seat those whose first frame has come; a session costs nothing before that."""
+        if not self._waiting:
+            return
+        now_ns = self.clock.now_ns()
+        staying = []
+        for seat in self._waiting:
+            if seat.ending is None and now_ns > seat.wait_until_ns:
+                seat.ending = Event.TIMEOUT
+            if seat.ending is None and seat.channel.uplink.waiting:
+                self._seat(seat, tick)
+            elif seat.ending is None:
+                staying.append(seat)
+            if seat.ending is not None:
+                self._say_left(seat)
+        self._waiting = staying
+
+    def _seat(self, seat: Seat, tick: int) -> None:
+        slot = self._slots.take(seat)
+        try:
+            self.executor.join(slot, seat.settings)
+        except SettingError:  # admission let it through: this session's trouble, nobody else's
+            self._slots.leave(seat)
+            seat.ending = Event.FAULT
+            return
+        self._stamps[slot] = seat.generation
+        self.outbox.append(WentLive(seat.session, tick, slot))
+
+    def _say_left(self, seat: Seat) -> None:
+        assert seat.ending is not None, seat.session
+        self.outbox.append(Left(seat.session, seat.ending, seat.frame_index))
+
+    # --- one tick
+
+    def _step(self, tick: int) -> None:
+        seats = list(self._slots)
+        counts = self.counts
+        counts.tick = tick
+        counts.live = len(seats)
+        if not seats:
+            return
+        plan = plan_tick(
+            tick,
+            [Occupant(seat.slot, seat.channel.uplink.waiting) for seat in seats],
+            self.policy.lag_limit_frames,
+        )
+        heard = [self._gather(seat, mine) for seat, mine in zip(seats, plan.slots, strict=True)]
+        began_ns = self.clock.now_ns()
+        self.executor.step(plan.batch)
+        step_ns = self.clock.now_ns() - began_ns
+        self._steps_ns[tick % RECENT_STEPS] = step_ns
+        margin_ns = 0
+        for seat, mine, (flags, header) in zip(seats, plan.slots, heard, strict=True):
+            margin_ns = self._scatter(seat, mine, flags, header, plan.batch, tick, step_ns)
+        counts.margin_ns = margin_ns  # of the last slot: the tick's own
+        counts.worst_margin_ns = (
+            min(counts.worst_margin_ns, margin_ns) if counts.steps else margin_ns
+        )
+        counts.late += margin_ns < 0
+        counts.steps += 1
+
+    def _gather(self, seat: Seat, plan: SlotPlan) -> tuple[int, UplinkHeader | None]:
+        """Put what the slot hears into its row. Returns flags, and the frame's header if any."""
+        row = self._rows_in[seat.slot]
+        uplink = seat.channel.uplink
+        uplink.skip(plan.skip)
+        header = uplink.get(row) if plan.hears else None
+        if header is None:
+            row.fill(0)
+            return Flag.CONCEALED.value, None
+        flags = Flag.LAST.value if header.flags & frame_ring.LAST else 0
+        if not np.isfinite(row).all():
+            row.fill(0)  # one NaN would stay in the session's state for ever
+            return flags | Flag.CONCEALED.value | Flag.BAD_INPUT.value, header
+        return flags | Flag.HEARD.value, header
+
+    def _scatter(
+        self,
+        seat: Seat,
+        plan: SlotPlan,
+        flags: int,
+        heard: UplinkHeader | None,
+        batch: int,
+        tick: int,
+        step_ns: int,
+    ) -> int:
+        """Hand one slot's frame to its line and record it. Returns its margin in ns."""
+        slot = seat.slot
+        executor = self.executor
+        deadline_ns = self.grid.deadline_ns(tick)
+        made_ns = self.clock.now_ns()
+        text = int(executor.text[slot])
+        if flags & Flag.LAST.value:
+            seat.ending = Event.LAST_FRAME
+        if not executor.valid[slot]:
+            flags |= Flag.WARMING.value
+            text = -1
+        if made_ns > deadline_ns:
+            flags |= Flag.LATE.value
+        if self._stamps[slot] != seat.generation or not np.isfinite(self._rows_out[slot]).all():
+            flags |= Flag.FAULT.value
+            seat.ending = Event.FAULT
+            made_ns, text = 0, -1
+        else:
+            flags |= Flag.GENERATED.value
+            header = DownlinkHeader(
+                seat.session,
+                seat.generation,
+                seat.frame_index,
+                tick,
+                deadline_ns,
+                made_ns,
+                text,
+                _downlink_flags(flags),
+                heard.frame_index if heard is not None and flags & Flag.HEARD.value else -1,
+            )
+            if not seat.channel.downlink.put(header, self._rows_out[slot]):
+                flags |= Flag.UNREAD.value
+        margin_ns = deadline_ns - (made_ns or self.clock.now_ns())
+        late = flags & (Flag.LATE.value | Flag.FAULT.value)
+        seat.misses = seat.misses + 1 if late else 0
+        self._record(seat, plan, flags, heard, batch, tick, made_ns, margin_ns, step_ns, text)
+        return margin_ns
+
+    def _miss(self, tick: int) -> None:
+        """A tick that never runs: its frames are due all the same, and each gets its record.
+
+        The caller's frame of that tick is taken and dropped with it, so that the session does
+        not lag behind its caller from then on.
+        """
+        if not len(self._slots):
+            return
+        self.counts.missed += 1
+        margin_ns = self.grid.margin_ns(tick, self.clock.now_ns())
+        batch = len(self._slots)
+        for seat in self._slots:
+            uplink = seat.channel.uplink
+            plan = plan_tick(
+                tick, (Occupant(seat.slot, uplink.waiting),), self.policy.lag_limit_frames
+            ).slots[0]
+            uplink.skip(plan.skip)
+            header = uplink.get(self._scratch) if plan.hears else None
+            flags = Flag.MISSED.value
+            if header is not None and header.flags & frame_ring.LAST:
+                flags |= Flag.LAST.value
+                seat.ending = Event.LAST_FRAME
+            seat.misses += 1
+            self._record(seat, plan, flags, header, batch, tick, 0, margin_ns, 0, -1)
+
+    def _record(
+        self,
+        seat: Seat,
+        plan: SlotPlan,
+        flags: int,
+        heard: UplinkHeader | None,
+        batch: int,
+        tick: int,
+        made_ns: int,
+        margin_ns: int,
+        step_ns: int,
+        text: int,
+    ) -> None:
+        """One record for the due frame ``seat.frame_index``, which is thereby accounted for.
+
+        The order of values is that of `ledger.TICK_FIELDS`; a test holds the two together.
+        """
+        self.ring.put(
+            (
+                Kind.TICK.value,
+                seat.generation,
+                seat.session,
+                seat.frame_index,
+                0,
+                flags,
+                tick,
+                heard.captured_ns if heard is not None else 0,
+                made_ns,
+                margin_ns,
+                min(step_ns, U32_MAX),
+                text,
+                batch,
+                seat.slot,
+                plan.lag,
+                plan.skip,
+                min(seat.misses, U32_MAX),
+            )
+        )
+        seat.frame_index += 1
+
+
+def _downlink_flags(flags: int) -> int:
+    """The ledger's flags in the words of `frame_ring`."""
+    return (
+        frame_ring.GENERATED
+        | (frame_ring.WARMING if flags & Flag.WARMING.value else 0)
+        | (frame_ring.CONCEALED if flags & Flag.CONCEALED.value else 0)
+        | (frame_ring.FINAL if flags & Flag.LAST.value else 0)
+    )
