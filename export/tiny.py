@@ -1,6 +1,6 @@
 """Small models of the real topology, with weights from a seed.
 
-`DEMO` is what the committed bundle is made of: 24 kHz, 1,920 samples a frame, 17 streams, the
+`SMALL` is what the committed bundle is made of: 24 kHz, 1,920 samples a frame, 17 streams, the
 published delays, 8 depth steps and Mimi's strides, at a width two CPU cores carry easily. `MICRO`
 is the same at the smallest width, with rings of 8 and 20 rows, so that a test wraps every ring
 many times within seconds.
@@ -24,8 +24,8 @@ from export.models.config import LmConfig, MimiConfig, ModelConfig, SamplingConf
 from export.models.lm import LanguageModel
 from export.models.mimi import Mimi
 
-DEMO = ModelConfig(
-    name="moshi-demo",
+SMALL = ModelConfig(
+    name="moshi-small",
     mimi=MimiConfig(
         filters=5,
         dimension=48,
@@ -87,13 +87,16 @@ PIECES = (
     "",  # 1: beginning of a text
     "",  # 2: end of a text
     "",  # 3: padding
-    *"▁a ▁the ▁and ▁to ▁of ▁is ▁it ▁you ▁we ▁yes ▁no ▁not ▁so ▁in ▁on ▁now".split(" "),
-    *"▁m ▁t ▁s ▁b ▁w ▁h ▁r ▁l ▁o ▁e ▁i ▁u".split(" "),
-    *"a e i o u n r s t l d m k y er in an ou ly ing".split(" "),
-    *". , ? ! ▁oh ▁well ▁good ▁day ▁thank ▁please ▁hello ▁bye".split(" "),
+    *"▁a ▁the ▁and ▁to ▁of ▁is ▁it ▁you ▁we ▁yes ▁no ▁not ▁so ▁in ▁on ▁now".split(),
+    *"▁m ▁t ▁s ▁b ▁w ▁h ▁r ▁l ▁o ▁e ▁i ▁u".split(),
+    *"a e i o u n r s t l d m k y er in an ou ly ing".split(),
+    *". , ? ! ▁oh ▁well ▁good ▁day ▁thank ▁please ▁hello ▁bye".split(),
 )
-"""Text of every id of `DEMO`: 64 of them."""
+"""Text of every id of `SMALL`: 64 of them."""
 
+
+MODELS = {"small": SMALL, "micro": MICRO}
+"""What `duplexbox export build` knows by name."""
 
 CODEBOOK_SCALE = 2.0
 """Spread of the centroids before division by usage: about that of what they quantise."""
