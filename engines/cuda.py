@@ -1,0 +1,236 @@
+"""The few CUDA driver calls we use, every status checked.
+
+Decides how device memory, modules, streams, graphs and events are owned: each is a small object
+with ``close``. Does not know what a kernel computes, nor what the memory holds.
+
+Needs ``cuda-bindings`` and a driver; importing this file needs neither, opening a `Device` does.
+One thread at a time: the context is made current by the thread that opens the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NewType
+
+DevicePtr = NewType("DevicePtr", int)
+
+_driver: Any = None
+
+
+class CudaFailed(Exception):
+    """A driver call returned an error: ours if the arguments are wrong, else the machine's."""
+
+
+class NoCuda(Exception):
+    """This machine has no usable CUDA device, or ``cuda-bindings`` is not installed."""
+
+
+def _call(name: str, *args: Any) -> Any:
+    """Call driver function ``name``; return its value, its tuple of values, or None."""
+    status, *values = getattr(_driver, name)(*args)
+    if int(status) != 0:
+        raise CudaFailed(f"{name} failed: {status.name} ({int(status)})")
+    return values[0] if len(values) == 1 else tuple(values) if values else None
+
+
+def _load_driver() -> Any:
+    global _driver
+    if _driver is None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as err:
+            raise NoCuda(f"{err}. Install the bindings: pip install 'duplexbox[cuda]'") from None
+        _driver = driver
+    return _driver
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """Blocks and threads of one launch."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+
+
+class Stream:
+    """An ordered queue of device work. ``handle`` is the driver's stream."""
+
+    def __init__(self) -> None:
+        self.handle = _call("cuStreamCreate", int(_driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def synchronize(self) -> None:
+        _call("cuStreamSynchronize", self.handle)
+
+    def capture(self, record: Callable[[], None]) -> Graph:
+        """Capture what ``record`` enqueues here; nothing runs until the graph is replayed."""
+        mode = _driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _call("cuStreamBeginCapture", self.handle, mode)
+        try:
+            record()
+        finally:
+            graph = _call("cuStreamEndCapture", self.handle)
+        return Graph(graph)
+
+    def close(self) -> None:
+        _call("cuStreamDestroy", self.handle)
+
+
+class Graph:
+    """A captured and instantiated graph; addresses and shapes are fixed."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._exec = _call("cuGraphInstantiate", graph, 0)
+
+    def replay(self, stream: Stream) -> None:
+        _call("cuGraphLaunch", self._exec, stream.handle)
+
+    def close(self) -> None:
+        _call("cuGraphExecDestroy", self._exec)
+        _call("cuGraphDestroy", self._graph)
+
+
+class Event:
+    """A point in a stream's work, with a time."""
+
+    def __init__(self) -> None:
+        self.handle = _call("cuEventCreate", 0)
+
+    def record(self, stream: Stream) -> None:
+        _call("cuEventRecord", self.handle, stream.handle)
+
+    def elapsed_us(self, since: Event) -> float:
+        """Microseconds of device time from ``since`` to this event; waits for both."""
+        _call("cuEventSynchronize", self.handle)
+        return float(_call("cuEventElapsedTime", since.handle, self.handle)) * 1e3
+
+    def close(self) -> None:
+        _call("cuEventDestroy", self.handle)
+
+
+class Function:
+    """One kernel of a loaded module."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle = handle
+        self.name = name
+
+    def launch(self, shape: LaunchShape, params: ctypes.Structure, stream: Stream) -> None:
+        """Enqueue one launch. ``params`` is the kernel's single argument, copied by this call."""
+        argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _call(
+            "cuLaunchKernel",
+            self._handle,
+            *shape.grid,
+            *shape.block,
+            shape.shared_bytes,
+            stream.handle,
+            ctypes.addressof(argument),
+            0,
+        )
+
+    def attribute(self, name: str) -> int:
+        """A ``CUfunction_attribute`` by name, for example ``NUM_REGS`` or ``LOCAL_SIZE_BYTES``."""
+        which = getattr(_driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        return int(_call("cuFuncGetAttribute", which, self._handle))
+
+    def resident_blocks(self, threads: int) -> int:
+        """Blocks of ``threads`` threads that one multiprocessor holds at a time."""
+        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(_call(name, self._handle, threads, 0))
+
+
+class Module:
+    """Machine code (cubin or PTX) loaded on the device."""
+
+    def __init__(self, image: bytes) -> None:
+        self._image = image
+        self._handle = _call("cuModuleLoadData", image)
+
+    def function(self, name: str) -> Function:
+        return Function(_call("cuModuleGetFunction", self._handle, name.encode()), name)
+
+    def close(self) -> None:
+        _call("cuModuleUnload", self._handle)
+
+
+class Device:
+    """One GPU and its primary context, current on the calling thread until ``close``."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        driver = _load_driver()
+        try:
+            status = driver.cuInit(0)[0]
+        except RuntimeError as err:
+            raise NoCuda(f"no CUDA driver: {err}. Run this on a machine with a GPU") from None
+        if int(status) != 0:
+            raise NoCuda(f"cuInit failed: {status.name}. Run this on a machine with a GPU")
+        self._handle = _call("cuDeviceGet", ordinal)
+        _call("cuCtxSetCurrent", _call("cuDevicePrimaryCtxRetain", self._handle))
+
+    def attribute(self, name: str) -> int:
+        """A ``CUdevice_attribute`` by name, for example ``MULTIPROCESSOR_COUNT``."""
+        which = getattr(_driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_call("cuDeviceGetAttribute", which, self._handle))
+
+    @property
+    def name(self) -> str:
+        raw: bytes = _call("cuDeviceGetName", 128, self._handle)
+        return raw.split(b"\0")[0].decode()
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        major = self.attribute("COMPUTE_CAPABILITY_MAJOR")
+        return major, self.attribute("COMPUTE_CAPABILITY_MINOR")
+
+    @property
+    def free_bytes(self) -> int:
+        return int(_call("cuMemGetInfo")[0])
+
+    def synchronize(self) -> None:
+        _call("cuCtxSynchronize")
+
+    def close(self) -> None:
+        _call("cuDevicePrimaryCtxRelease", self._handle)
+
+
+def allocate(nbytes: int) -> DevicePtr:
+    """Uninitialised device memory, aligned to 256 bytes; give it back with `release`."""
+    return DevicePtr(int(_call("cuMemAlloc", nbytes)))
+
+
+def release(pointer: DevicePtr) -> None:
+    _call("cuMemFree", pointer)
+
+
+def fill_bytes(pointer: DevicePtr, value: int, nbytes: int) -> None:
+    """Set every byte to ``value``; ordered on the default stream, so synchronise before use."""
+    _call("cuMemsetD8", pointer, value, nbytes)
+
+
+def write_device(pointer: DevicePtr, source: bytes | bytearray) -> None:
+    """Copy host bytes to the device and wait for it."""
+    raw = (ctypes.c_char * len(source)).from_buffer_copy(source)
+    _call("cuMemcpyHtoD", pointer, ctypes.addressof(raw), len(source))
+
+
+def read_device(pointer: DevicePtr, nbytes: int) -> bytearray:
+    """Copy ``nbytes`` from the device and wait for it."""
+    out = bytearray(nbytes)
+    raw = (ctypes.c_ubyte * nbytes).from_buffer(out)
+    _call("cuMemcpyDtoH", ctypes.addressof(raw), pointer, nbytes)
+    return out
+
+
+def copy_device(target: DevicePtr, source: DevicePtr, nbytes: int, stream: Stream) -> None:
+    """Enqueue a copy within the device."""
+    _call("cuMemcpyDtoDAsync", target, source, nbytes, stream.handle)
+
+
+def close_all(things: Sequence[Any]) -> None:
+    """Close in reverse order of opening."""
+    for thing in reversed(things):
+        thing.close()

@@ -1,0 +1,193 @@
+"""Ring attention on a GPU, against float64 and against itself.
+
+Output tolerance: half a bfloat16 step of the output plus 2e-4 of the largest |v| (float32 rings:
+1e-5 of it). That is tighter than rounding q or the probabilities to bfloat16 would allow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engines.kernels import ring_reference as ref
+from engines.kernels.ring_attention import CacheType, RingShape
+from tests.engines.kernels.ring_rig import Array, Case, RingRig, random_case
+
+pytestmark = pytest.mark.gpu
+
+RANDOM_SHAPES = int(os.environ.get("RING_RANDOM_SHAPES", "1000"))
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[RingRig]:
+    rig = RingRig()
+    yield rig
+    rig.stream.close()
+    rig.device.close()
+
+
+def value(shape: RingShape, bits: Array) -> Array:
+    if shape.cache is CacheType.FLOAT32:
+        return bits.astype(np.float64)
+    return ref.bf16_values(bits).astype(np.float64)
+
+
+def same_bits(x: Array, y: Array) -> bool:
+    return bool(np.array_equal(x.view(np.uint8), y.view(np.uint8)))
+
+
+def check_rows(case: Case, k_cache: Array, v_cache: Array) -> None:
+    """What the kernel stored is what the reference stores, one step of rounding apart at most."""
+    k, v = case.k_cache.copy(), case.v_cache.copy()
+    ref.write(
+        case.shape, case.k_new, case.v_new, case.positions, case.slots, k, v,
+        case.k_scale, case.v_scale, case.frequency, case.page_table,
+    )  # fmt: skip
+    assert same_bits(v, v_cache)
+    if case.shape.cache is CacheType.FLOAT32:
+        # Sine and cosine are not the same code: a few units in the last place.
+        np.testing.assert_allclose(k_cache, k, rtol=0, atol=2e-6)
+        return
+    different = np.flatnonzero(k.view(np.uint8) != k_cache.view(np.uint8))
+    new = case.k_new.size * k.itemsize
+    assert len(different) <= 2 + 0.01 * new, (len(different), new)
+    if case.shape.cache is CacheType.BFLOAT16:
+        step = np.abs(k.astype(np.int64) - k_cache.astype(np.int64)).max()
+    else:
+        step = np.abs(k.view(np.int8).astype(int) - k_cache.view(np.int8).astype(int)).max()
+    assert step <= 1
+
+
+def check_output(case: Case, bits: Array, k_cache: Array, v_cache: Array) -> float:
+    """Returns ‖out - expected‖ / ‖expected‖."""
+    expected = case.expected(k_cache, v_cache)
+    live = case.slots >= 0
+    got, expected = value(case.shape, bits)[live], expected[live]
+    largest = np.abs(expected).max()
+    if case.shape.cache is CacheType.FLOAT32:
+        bound = np.full(expected.shape, 1e-5 * max(1.0, largest))
+    else:
+        bound = np.abs(expected) * 2.0**-8.5 + 2e-4 * max(0.1, largest)
+    worst = np.abs(got - expected) - bound
+    assert (worst <= 0).all(), (case.shape, case.positions, float(np.nanmax(worst)))
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def check(rig: RingRig, case: Case) -> float:
+    """Both entry points against the reference and each other; returns the relative error."""
+    wide, k_cache, v_cache = rig.run(case, narrow=False)
+    narrow, narrow_k, narrow_v = rig.run(case, narrow=True)
+    assert same_bits(wide, narrow), case.shape
+    assert same_bits(k_cache, narrow_k)
+    assert same_bits(v_cache, narrow_v)
+    check_rows(case, k_cache, v_cache)
+    return check_output(case, wide, k_cache, v_cache)
+
+
+@pytest.mark.parametrize("cache", list(CacheType))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_age_of_a_long_ring_in_one_batch(
+    rig: RingRig, cache: CacheType, head_dim: int
+) -> None:
+    shape = RingShape(cache, 4, 4, head_dim, capacity=3000)
+    ages = [0, 1, 63, 64, 255, 256, 257, 1500, 2999, 3000, 3001, 5999, 6000, 45_000]
+    case = random_case(np.random.default_rng(1), shape, np.array(ages), slots=16)
+    assert check(rig, case) < (2e-6 if cache is CacheType.FLOAT32 else 2.5e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_codec_advances_two_rows_through_the_wrap(rig: RingRig, head_dim: int) -> None:
+    shape = RingShape(CacheType.FLOAT32, 8, 8, head_dim, capacity=250, rows_per_step=2)
+    ages = np.array([0, 2, 30, 62, 126, 246, 248, 250, 252, 500, 998, 90_000])
+    case = random_case(np.random.default_rng(2), shape, ages, slots=12)
+    assert check(rig, case) < 2e-6
+
+
+@pytest.mark.parametrize("cache", [CacheType.BFLOAT16, CacheType.E4M3, CacheType.INT8])
+def test_bits_do_not_depend_on_the_batch_the_slot_or_the_page(
+    rig: RingRig, cache: CacheType
+) -> None:
+    shape = RingShape(cache, 8, 8, 128, capacity=700)
+    rng = np.random.default_rng(3)
+    case = random_case(rng, shape, rng.integers(0, 1500, 64), slots=64)
+    whole, *_ = rig.run(case, narrow=None)
+    for rows in (list(range(7)), [63], [5], list(rng.permutation(64))):
+        for narrow in (False, True):
+            part, *_ = rig.run(case.only(rows), narrow)
+            assert same_bits(part, whole[rows])
+
+    table = rng.permutation(80 * 3).reshape(80, 3)
+    slots = rng.permutation(80)[:64]
+    pools = []
+    for pool in (case.k_cache, case.v_cache):
+        paged = np.full((80 * 3 * 256, *pool.shape[1:]), pool[0, 0, 0], pool.dtype)
+        for old, new in zip(case.slots.tolist(), slots.tolist(), strict=True):
+            paged[ref.ring_rows(shape, new, table)] = pool[ref.ring_rows(shape, old, None)]
+        pools.append(paged)
+    moved = Case(
+        shape, case.q, case.k_new, case.v_new, case.positions, slots, pools[0], pools[1],
+        case.k_scale, case.v_scale, case.frequency, table,
+    )  # fmt: skip
+    paged_bits, *_ = rig.run(moved, narrow=None)
+    assert same_bits(paged_bits, whole)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_thousand_replays_give_the_same_bits(rig: RingRig, narrow: bool) -> None:
+    shape = RingShape(CacheType.BFLOAT16, 32, 32, 128, capacity=1024)
+    rng = np.random.default_rng(4)
+    case = random_case(rng, shape, rng.integers(0, 2000, 7), slots=7)
+    rig.run(case, narrow, replays=1000)
+
+
+def test_an_idle_row_is_left_alone(rig: RingRig) -> None:
+    shape = RingShape(CacheType.BFLOAT16, 8, 8, 128, capacity=300)
+    case = random_case(np.random.default_rng(5), shape, np.array([10, 400, 290]), slots=3)
+    slots = case.slots.copy()
+    slots[1] = -1
+    idle = Case(**(vars(case) | {"slots": slots}))
+    for narrow in (False, True):
+        out, k_cache, v_cache = rig.run(idle, narrow)
+        assert (out[1] == 0xFFFF).all()
+        check_output(idle, out, k_cache, v_cache)
+        check_rows(idle, k_cache, v_cache)
+
+
+@pytest.mark.parametrize("cache", list(CacheType))
+def test_random_shapes(rig: RingRig, cache: CacheType) -> None:
+    rng = np.random.default_rng(100 + cache)
+    errors = []
+    for _ in range(RANDOM_SHAPES // len(CacheType)):
+        group = int(rng.choice([1, 1, 2, 4, 8]))
+        capacity = int(rng.choice([4, 17, 63, 64, 65, 250, 256, 257, 400, 700]))
+        kv_heads = int(rng.integers(1, 6))
+        shape = RingShape(
+            cache,
+            kv_heads * group,
+            kv_heads,
+            int(rng.choice([64, 128])),
+            capacity,
+            rows_per_step=int(rng.integers(1, 5)),
+        )
+        batch = int(rng.integers(1, 6))
+        ages = rng.choice(
+            [0, 1, capacity - 1, capacity, capacity + 1, *rng.integers(0, 3 * capacity, 5)], batch
+        )
+        case = random_case(
+            rng,
+            shape,
+            np.maximum(ages, 0),
+            slots=batch + int(rng.integers(0, 3)),
+            paged=bool(rng.integers(2)),
+            rotated=bool(rng.integers(4)),
+            size=float(rng.choice([0.1, 1.0, 5.0])),
+        )
+        errors.append(check(rig, case))
+        row = int(rng.integers(batch))
+        whole, *_ = rig.run(case, narrow=None)
+        alone, *_ = rig.run(case.only([row]), narrow=None)
+        assert same_bits(alone[0], whole[row])
+    assert np.mean(errors) < (1e-6 if cache is CacheType.FLOAT32 else 2e-3)
