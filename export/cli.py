@@ -30,6 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     build.set_defaults(run=run_build)
 
+    seeded = verbs.add_parser(
+        "seed-checkpoint", help="a random checkpoint in a published layout; continues when killed"
+    )
+    seeded.add_argument("name", choices=("moshiko", "moshika", "personaplex"))
+    seeded.add_argument("-o", "--out", type=Path, required=True, help="the folder to write")
+    seeded.add_argument(
+        "--width",
+        choices=("small", "full"),
+        default="small",
+        help="small: 20 MB; full: the real sizes, 16 GB (default: %(default)s)",
+    )
+    seeded.add_argument("--seed", type=int, default=0, help="same seed, same bytes")
+    seeded.add_argument(
+        "--layout",
+        choices=("fused", "split"),
+        default="fused",
+        help="attention as one matrix, as published, or one per depth step",
+    )
+    seeded.set_defaults(run=run_seed_checkpoint)
+
     shown = verbs.add_parser("show", help="stages, regions and bytes per session of a bundle")
     shown.add_argument("bundle", type=Path)
     shown.add_argument("--json", action="store_true", help="for another program")
@@ -52,6 +72,24 @@ def run_build(args: argparse.Namespace) -> int:
     )
     for line in show.lines(written.manifest):
         print(line)
+    return 0
+
+
+def run_seed_checkpoint(args: argparse.Namespace) -> int:
+    from export import checkpoint, seed, seed_progress  # numpy
+
+    bar = seed_progress.Bar(sys.stderr.isatty())
+    written = seed.write_checkpoint(
+        args.name,
+        args.out,
+        width=args.width,
+        seed=args.seed,
+        keys=args.layout,
+        progress=lambda *now: print(bar.update(*now), end="", file=sys.stderr, flush=True),
+    )
+    for line in checkpoint.lines(checkpoint.open_checkpoint(args.out)):
+        print(line)
+    print(f"{args.out}: {written:,} bytes written" if written else f"{args.out}: already whole")
     return 0
 
 
