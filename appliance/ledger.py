@@ -119,6 +119,7 @@ _COMMON = {
 TICK = _layout(
     {
         **_COMMON,
+        "unused": ("u1", 1),  # named, because numpy leaves gaps between fields undefined
         "flags": ("<u2", 2),
         "tick": ("<i8", 24),
         "captured_ns": ("<i8", 32),  # when the caller's frame was complete; 0 if none was heard
@@ -229,14 +230,14 @@ def read_call(path: Path) -> Call:
         if zlib.crc32(view[sound : sound + CRC_AT]) != crc or raw[sound] not in (1, 2, 3):
             break
         sound += RECORD_BYTES
-    records = np.frombuffer(raw, TICK, (sound - start) // RECORD_BYTES, start)
-    kinds = records["kind"]
-    ends = records[kinds == Kind.END].view(END)
+    # Sorted as plain bytes: selecting structured records copies their named fields only.
+    rows = np.frombuffer(raw, np.uint8, sound - start, start).reshape(-1, RECORD_BYTES)
+    ends = _of_kind(rows, Kind.END, END)
     return Call(
         path=path,
         header=header,
-        ticks=records[kinds == Kind.TICK],
-        receipts=records[kinds == Kind.RECEIPT].view(RECEIPT),
+        ticks=_of_kind(rows, Kind.TICK, TICK),
+        receipts=_of_kind(rows, Kind.RECEIPT, RECEIPT),
         end=ends[-1] if len(ends) else None,
         dropped_bytes=len(raw) - sound,
     )
@@ -248,6 +249,11 @@ def read_folder(folder: Path) -> list[Call]:
     if not paths:
         raise LedgerError(f"{folder} holds no call (*{SUFFIX}); name the [ledger] folder of a box")
     return [read_call(path) for path in paths]
+
+
+def _of_kind(rows: NDArray[np.uint8], kind: Kind, layout: np.dtype[np.void]) -> NDArray[np.void]:
+    records: NDArray[np.void] = rows[rows[:, 0] == kind].view(layout).reshape(-1)
+    return records
 
 
 def _decode_header(path: Path, raw: bytes) -> tuple[Header, int]:

@@ -372,6 +372,7 @@ class TickLoop:
                 seat.session,
                 seat.frame_index,
                 0,
+                0,
                 flags,
                 tick,
                 heard.captured_ns if heard is not None else 0,

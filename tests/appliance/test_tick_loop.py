@@ -69,8 +69,19 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def test_a_record_has_the_ledgers_fields_in_order() -> None:
-    first = ("kind", "generation", "session", "index", "crc", "flags", "tick", "captured_ns")
-    rest = ("made_ns", "margin_ns", "step_ns", "text", "batch", "slot", "lag", "skipped", "misses")
+    first = ("kind", "generation", "session", "index", "crc", "unused", "flags", "tick")
+    rest = (
+        "captured_ns",
+        "made_ns",
+        "margin_ns",
+        "step_ns",
+        "text",
+        "batch",
+        "slot",
+        "lag",
+        "skipped",
+        "misses",
+    )
     assert first + rest == TICK_FIELDS
 
 

@@ -1,0 +1,197 @@
+"""`duplexbox appliance <verb>`: serve callers, place calls, run the demo, read the ledger."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from appliance import config as configs
+from appliance.config import EXIT_CONFIG, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; return its exit code (0 done, 1 a check failed, 2 usage, 78 bad config)."""
+    parser = argparse.ArgumentParser(prog="duplexbox appliance", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    serve = verbs.add_parser("serve", help="run the box until SIGTERM or Ctrl-C, then drain")
+    serve.add_argument("--config", type=Path, default=configs.DEFAULT_PATH, metavar="FILE")
+    serve.add_argument("--verbose", action="store_true", help="log what only a developer needs")
+    serve.set_defaults(run=run_serve)
+
+    call = verbs.add_parser("call", help="place calls from WAV files into a running box")
+    _add_call_arguments(call)
+    call.set_defaults(run=run_call)
+
+    demo = verbs.add_parser("demo", help="three callers on this CPU, in real time")
+    demo.add_argument("--out", type=Path, metavar="DIR", help="default: out/demo-<time>")
+    demo.add_argument("--bundle", type=Path, metavar="DIR", help="default: the demo's own")
+    demo.set_defaults(run=run_demo)
+
+    ledger = verbs.add_parser("ledger", help="summarise calls; exit 1 if a frame is unexplained")
+    ledger.add_argument("folder", type=Path, help="a box's [ledger] folder, or one .call file")
+    ledger.add_argument("--json", action="store_true", help="for another program")
+    ledger.add_argument("--plot", type=Path, metavar="FILE.svg", help="margin over time")
+    ledger.set_defaults(run=run_ledger)
+
+    init = verbs.add_parser("init", help="write a config with every setting and its default")
+    init.add_argument("path", nargs="?", default="duplexbox.toml", help="- for stdout")
+    init.set_defaults(run=run_init)
+
+    check = verbs.add_parser("check", help="read the config and its bundle as serve would")
+    check.add_argument("--config", type=Path, default=configs.DEFAULT_PATH, metavar="FILE")
+    check.set_defaults(run=run_check)
+
+    args = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
+
+
+def _add_call_arguments(parser: argparse.ArgumentParser) -> None:
+    from appliance.lines import file
+
+    file.add_arguments(parser)
+
+
+def run_call(args: argparse.Namespace) -> int:
+    from appliance.lines import file
+
+    return file.run_calls(args)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from appliance import log
+    from appliance.box import open_box
+    from appliance.switchboard import SocketTaken
+    from engines.bundle import BundleError
+
+    log.set_up(verbose=args.verbose)
+    try:
+        box = open_box(configs.load(args.config))
+    except (ConfigError, BundleError, SocketTaken) as err:
+        return _fail(args, err, EXIT_CONFIG)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: box.drain())
+    box.run()
+    return 0
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    from appliance import demonstration
+    from appliance.clock import wall_stamp
+    from engines import bundle as bundles
+    from engines.bundle import BundleError
+    from engines.ort_executor import OrtExecutor
+
+    out: Path = args.out or Path("out") / f"demo-{wall_stamp()}"
+    try:
+        script = demonstration.script()
+        bundle = bundles.read(args.bundle or demonstration.BUNDLE)
+        slots = min(bundle.manifest.largest_batch, len(script.callers) + 1)
+        executor = OrtExecutor(bundle, slots)
+        return demonstration.run_demo(executor, script, out, _say, _progress_line())
+    except (BundleError, demonstration.DemoFailed) as err:
+        return _fail(args, err, 1)
+
+
+def run_ledger(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from appliance import ledger, report
+    from appliance.plot import margin_plot
+
+    try:
+        calls = ledger.read_folder(args.folder)
+        summary = report.summarise(calls)
+        if args.plot:
+            title = f"{args.folder}: margin of {len(calls)} calls"
+            args.plot.write_text(margin_plot(calls, title), encoding="utf-8")
+    except (ledger.LedgerError, OSError) as err:
+        return _fail(args, err, 2)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(summary)).decode())
+    else:
+        print(report.text(summary))
+    return 1 if summary.unexplained else 0
+
+
+def run_init(args: argparse.Namespace) -> int:
+    if args.path == "-":
+        print(configs.DEFAULT, end="")
+        return 0
+    try:
+        with Path(args.path).open("x", encoding="utf-8") as file:
+            file.write(configs.DEFAULT)
+    except FileExistsError:
+        return _fail(args, f"{args.path} exists already and was left as it is", 2)
+    except OSError as err:
+        return _fail(args, f"{args.path}: {err.strerror or err}", 2)
+    print(
+        f"wrote {args.path}. Set [engine] bundle, then: "
+        f"duplexbox appliance check --config {args.path}"
+    )
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    from appliance.admission import session_bytes
+    from engines import bundle as bundles
+    from engines.bundle import BundleError
+
+    try:
+        config = configs.load(args.config)
+        bundle = bundles.read(config.engine.bundle)
+    except (ConfigError, BundleError) as err:
+        return _fail(args, err, EXIT_CONFIG)
+    manifest = bundle.manifest
+    slots = config.engine.slots or manifest.largest_batch
+    if slots > manifest.largest_batch:
+        return _fail(
+            args,
+            f"{args.config}: [engine] slots = {slots}, but the largest batch of {bundle.path} is "
+            f"{manifest.largest_batch}. Lower slots, or build: duplexbox export build --help",
+            EXIT_CONFIG,
+        )
+    state = session_bytes(manifest)
+    limit = config.admission.memory_mb * 2**20
+    if limit and state * slots > limit:
+        return _fail(
+            args,
+            f"{args.config}: {slots} sessions own {state * slots} bytes at full retention, and "
+            f"[admission] memory_mb allows {limit}. Raise it, or lower [engine] slots",
+            EXIT_CONFIG,
+        )
+    print(f"{args.config}: ok")
+    print(f"{bundle.path}: {manifest.model.name}, {slots} sessions, {state} bytes of state each")
+    return 0
+
+
+def _fail(args: argparse.Namespace, err: object, code: int) -> int:
+    print(f"duplexbox appliance {args.verb}: {err}", file=sys.stderr)
+    return code
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _progress_line() -> Callable[[str], None]:
+    """A line that overwrites itself on a terminal; elsewhere, one line every two seconds."""
+    terminal = sys.stderr.isatty()
+    width = os.get_terminal_size(sys.stderr.fileno()).columns - 1 if terminal else 0
+    seen = 0
+
+    def show(line: str) -> None:
+        nonlocal seen
+        if terminal:
+            print(
+                "\r" + line[:width].ljust(width) + ("" if line else "\r"), end="", file=sys.stderr
+            )
+            sys.stderr.flush()
+        elif line and seen % 8 == 0:
+            print(line, file=sys.stderr, flush=True)
+        seen += 1
+
+    return show

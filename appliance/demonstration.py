@@ -1,0 +1,212 @@
+"""The demo: a box in this process, three callers in another, on the real 80 ms clock of this CPU.
+
+It decides who calls, when, and who hangs up early, and whether what came of it may be called a
+success. Nothing in it is staged: the callers are `duplexbox appliance call` over a control socket,
+and the summary is read back from the ledger's files like any other. It prints through `say` and
+`progress`, which the command line hands in.
+
+(The folder `demo/` beside this file holds the audio and the bundle.)
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from appliance import ledger, report
+from appliance.box import Box, available_memory_bytes
+from appliance.clock import MonotonicClock
+from appliance.config import (
+    AdmissionConfig,
+    ClockConfig,
+    Config,
+    ControlConfig,
+    EngineConfig,
+    LedgerConfig,
+)
+from appliance.plot import margin_plot
+from engines.bundle import Bundle
+from engines.executor import Executor
+
+DATA = Path(__file__).parent / "demo"
+BUNDLE = DATA / "bundle"
+PROGRESS_S = 0.25
+ROOT = Path(__file__).parents[1]
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Who calls, and when."""
+
+    callers: tuple[Path, ...]
+    """WAV files of any format."""
+    stagger_s: float = 2
+    hangs_up: tuple[int, float] = (3, 10.4)
+    """A caller, from 1, and when it hangs up: in mid-sentence, its audio is longer."""
+
+
+class DemoFailed(RuntimeError):
+    """The demo could not be held at all; its text names the log that says why."""
+
+
+def script() -> Script:
+    """The three callers of `make demo`. Raises `DemoFailed` when the installation lacks them."""
+    found = sorted(DATA.glob("caller_*.wav"))
+    if len(found) < 3:
+        raise DemoFailed(f"{DATA} holds {len(found)} of 3 recordings; reinstall duplexbox")
+    return Script(tuple(found[:3]))
+
+
+def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: Say) -> int:
+    """Hold the demo; everything lands in ``out``. Returns 0, or 1 when a check failed.
+
+    say: a line for the user. progress: a line that replaces the one before it.
+    Raises `DemoFailed`, and whatever breaks the box.
+    """
+    bundle = executor.bundle
+    out.mkdir(parents=True, exist_ok=True)
+    calls_folder = out / "ledger"
+    for line in announcement(bundle, script):
+        say(line)
+    with tempfile.TemporaryDirectory(prefix="dbx-") as folder:
+        config = Config(
+            engine=EngineConfig(bundle.path, executor.slots),
+            clock=ClockConfig(drain_s=5),
+            control=ControlConfig(Path(folder) / "control.sock"),
+            ledger=LedgerConfig(calls_folder),
+            admission=AdmissionConfig(),
+        )
+        box = Box(config, executor, MonotonicClock(), available_memory_bytes())
+        lines = _Lines(box, _command(config.control.socket, out, script), out, progress)
+        lines.start()
+        try:
+            box.run()
+        finally:
+            lines.stop()
+    progress("")
+    t0_ns = box.loop.grid.t0_ns
+    calls = [c for c in ledger.read_folder(calls_folder) if c.header.t0_ns == t0_ns]
+    return _conclude(bundle, calls, len(script.callers), lines.exit_code, out, say)
+
+
+def announcement(bundle: Bundle, script: Script) -> list[str]:
+    """What the user must know before hearing anything."""
+    model, timing = bundle.manifest.model, bundle.manifest.timing
+    lines = [
+        f"{model.name}, {model.parameters:,} parameters, one frame every "
+        f"{timing.period_ns / 1e6:g} ms, on this CPU; {len(script.callers)} callers join "
+        f"{script.stagger_s:g} s apart; one hangs up early.",
+    ]
+    if not model.trained:
+        lines.append(
+            "This model is UNTRAINED: its weights come from a seed. What it says is an untrained "
+            "network's noise, not speech; the demo shows the path and the clock."
+        )
+    if model.notice:
+        lines.append(model.notice)
+    return lines
+
+
+def _command(socket: Path, out: Path, script: Script) -> list[str]:
+    who, seconds = script.hangs_up
+    return [
+        *(sys.executable, "-m", "duplexbox", "appliance", "call"),
+        *map(str, script.callers),
+        *("--socket", str(socket), "--out", str(out), "--stagger", str(script.stagger_s)),
+        *("--hang-up-after", f"{who}={seconds}"),
+    ]
+
+
+class _Lines:
+    """The thread that starts the callers' process, watches it, and then drains the box."""
+
+    def __init__(self, box: Box, command: list[str], out: Path, progress: Say) -> None:
+        self.exit_code: int | None = None
+        self._box = box
+        self._command = command
+        self._log = out / "calls.log"
+        self._progress = progress
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="demo")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._box.switchboard.ready:
+                if self._stop.wait(0.05):
+                    return
+            # The checkout, or wherever this package lies: the child must run the same duplexbox.
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            with self._log.open("wb") as log:
+                process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                )
+                try:
+                    self._watch(process)
+                finally:
+                    if process.poll() is None:
+                        process.terminate()
+                    self.exit_code = process.wait()
+        finally:
+            self._box.drain()
+
+    def _watch(self, process: "subprocess.Popen[bytes]") -> None:
+        while process.poll() is None and not self._stop.wait(PROGRESS_S):
+            counts = self._box.loop.counts
+            seconds = (counts.tick + 1) * self._box.loop.grid.period_ns / 1e9
+            self._progress(
+                f"  {seconds:5.1f} s   sessions {counts.live}   margin "
+                f"{counts.margin_ns / 1e6:5.1f} ms, worst {counts.worst_margin_ns / 1e6:5.1f} ms   "
+                f"late {counts.late}   missed {counts.missed}"
+            )
+
+
+def _conclude(
+    bundle: Bundle,
+    calls: list[ledger.Call],
+    expected: int,
+    exit_code: int | None,
+    out: Path,
+    say: Say,
+) -> int:
+    """Print and write the summary; decide whether it counts as a success."""
+    summary = report.summarise(calls)
+    (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+    title = f"{bundle.manifest.model.name}: margin of {len(calls)} calls"
+    (out / "margin.svg").write_text(margin_plot(calls, title), encoding="utf-8")
+    say(report.text(summary))
+    say("")
+    for path in sorted([*out.glob("*.wav"), *out.glob("*.txt"), *out.glob("*/*.wav")]):
+        say(f"  {path}")
+    say(f"  {out / 'summary.json'}  {out / 'margin.svg'}")
+    problems = []
+    if exit_code != 0:
+        problems.append(f"the callers' process ended with {exit_code}: see {out / 'calls.log'}")
+    if len(calls) != expected:
+        problems.append(f"{len(calls)} of {expected} calls have a ledger file")
+    if summary.failed:
+        problems.append(f"{summary.failed} calls failed")
+    if summary.unexplained:
+        problems.append(f"{summary.unexplained} frames were lost without a record")
+    for problem in problems:
+        say(f"FAILED: {problem}")
+    return 1 if problems else 0
