@@ -1,0 +1,24 @@
+"""What the export tests share: one micro bundle, and one torch thread so that bits repeat."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engines.bundle import Bundle
+from export import build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def micro_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The micro model of seed 1; every ring of it wraps within two seconds of speech."""
+    folder = tmp_path_factory.mktemp("bundles") / "micro"
+    return build.build_seeded("micro", folder, seed=1, largest_batch=4)
