@@ -171,10 +171,13 @@ class RingShape:
     def definitions(self) -> dict[str, str | int]:
         """Macros that ring_attention.cu is compiled with for this shape."""
         prefetch = self.tuning.l2_prefetch_bytes
+        # Tensor cores always take 4 query columns; one kernel serves any number.
+        is_float = self.cache is CacheType.FLOAT32
+        queries = min(QUERIES_PER_WARP, self.queries) if is_float else QUERIES_PER_WARP
         return {
             "RING_CACHE": int(self.cache),
             "RING_HEAD_DIM": self.head_dim,
-            "RING_QUERIES": min(QUERIES_PER_WARP, self.queries),
+            "RING_QUERIES": queries,
             "RING_SEGMENT_ROWS": self.tuning.segment_rows,
             "RING_BUFFERS": self.tuning.buffers,
             "RING_WIDE_WARPS": self.tuning.wide_warps,

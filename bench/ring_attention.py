@@ -1,0 +1,284 @@
+# ruff: noqa: T201  (a script run by hand)
+"""Time ring attention on a GPU: read rate against the copy ceiling, per batch, cache and tuning.
+
+    python -m bench.ring_attention --compile sm_90          # anywhere; fills build/kernels
+    python -m bench.ring_attention --suite tune -o FOLDER   # on the GPU
+    python -m bench.ring_attention --suite goal --pool-gib 126 -o FOLDER
+
+A figure is the median of replays of one captured graph of 32 layers. Every layer has rings of its
+own as far as the pool reaches, then they are used again in turn; nothing stays in L2 between.
+Bytes are valid rows of K and V, read once; the copy ceiling counts bytes read plus written.
+Rings hold normal values, one 64 MiB pattern repeated; slots are in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines import cuda
+from engines.kernels import nvrtc
+from engines.kernels import ring_reference as ref
+from engines.kernels.ring_attention import (
+    SOURCE,
+    CacheType,
+    RingKernels,
+    RingShape,
+    RingTuning,
+    ring_params,
+)
+
+LAYERS = 32
+COMPILED = Path(__file__).parents[1] / "build" / "kernels"
+BF16, E4M3, INT8, FP32 = (
+    CacheType.BFLOAT16,
+    CacheType.E4M3,
+    CacheType.INT8,
+    CacheType.FLOAT32,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    shape: RingShape
+    batch: int
+    position: int
+    """Rows written before the step; the same for every session."""
+    narrow: bool | None = None
+
+
+def moshi(cache: CacheType, **tuning: int) -> RingShape:
+    """Helium's attention in Moshi: loaders.py in kyutai-labs/moshi."""
+    return RingShape(cache, 32, 32, 128, capacity=3000, tuning=RingTuning(**tuning))
+
+
+def codec(**tuning: int) -> RingShape:
+    """Mimi's transformers: 8 heads x 64, window 250, two rows a frame."""
+    return RingShape(FP32, 8, 8, 64, 250, rows_per_step=2, tuning=RingTuning(**tuning))
+
+
+def suite(name: str) -> list[Timing]:
+    goal = [
+        Timing(moshi(cache), batch, 3000)
+        for cache, batches in (
+            (BF16, (1, 7, 16, 32, 64, 80)),
+            (E4M3, (1, 16, 64, 160)),
+            (INT8, (1, 16, 64, 160)),
+        )
+        for batch in batches
+    ]
+    goal += [Timing(moshi(BF16), batch, 299) for batch in (1, 64)]
+    goal += [Timing(codec(), batch, 1000, narrow) for batch in (1, 64) for narrow in (True, False)]
+    if name == "goal":
+        return goal
+    tunings: list[dict[str, int]] = [
+        dict(buffers=buffers, wide_warps=warps, narrow_warps=warps, l2_prefetch_bytes=prefetch)
+        for buffers, warps, prefetch in (
+            (4, 12, 0),
+            (4, 12, 256),
+            (4, 16, 0),
+            (2, 16, 0),
+            (8, 8, 0),
+        )
+    ]
+    tunings.append(dict(tunings[0], segment_rows=128))
+    return [
+        Timing(moshi(cache, **tuning), batch, 3000, narrow)
+        for tuning in tunings
+        for cache, batch, narrow in (
+            (BF16, 64, False),
+            (BF16, 1, True),
+            (BF16, 8, True),
+            (BF16, 8, False),
+            (E4M3, 160, False),
+            (E4M3, 1, True),
+            (INT8, 160, False),
+        )
+    ]
+
+
+class Bench:
+    def __init__(self, pool_bytes: int) -> None:
+        self.device = cuda.Device()
+        self.stream = cuda.Stream()
+        major, minor = self.device.compute_capability
+        self.target = f"sm_{major}{minor}"
+        self.multiprocessors = self.device.attribute("MULTIPROCESSOR_COUNT")
+        self.pool_bytes = pool_bytes
+        self.pool = cuda.allocate(pool_bytes)
+        self.holds: CacheType | None = None
+        self.small = cuda.allocate(256 << 20)
+
+    def fill(self, cache: CacheType) -> None:
+        """The whole pool becomes stored normal values."""
+        if self.holds is cache:
+            return
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(64 << 20) // cache.element_bytes).astype(np.float32)
+        pattern = ref.store(cache, x, np.array(1 / 32, np.float32)).tobytes()
+        cuda.write_device(self.pool, pattern)
+        done = len(pattern)
+        while done < self.pool_bytes:
+            step = min(done, self.pool_bytes - done)
+            cuda.copy_device(cuda.DevicePtr(self.pool + done), self.pool, step, self.stream)
+            done += step
+        self.stream.synchronize()
+        self.holds = cache
+
+    def median_us(self, graph: cuda.Graph, replays: int) -> tuple[float, float, float]:
+        """(median, least, most) device time of one replay."""
+        marks = [cuda.Event() for _ in range(replays + 1)]
+        for _ in range(3):
+            graph.replay(self.stream)
+        marks[0].record(self.stream)
+        for mark in marks[1:]:
+            graph.replay(self.stream)
+            mark.record(self.stream)
+        times = [after.elapsed_us(before) for before, after in pairwise(marks)]
+        cuda.close_all(marks)
+        return statistics.median(times), min(times), max(times)
+
+    def copy_ceiling(self) -> float:
+        """TB/s of a device-to-device copy, bytes read plus written."""
+        half = min(self.pool_bytes // 2, 8 << 30)
+
+        def record() -> None:
+            cuda.copy_device(cuda.DevicePtr(self.pool + half), self.pool, half, self.stream)
+
+        graph = self.stream.capture(record)
+        median, *_ = self.median_us(graph, 10)
+        graph.close()
+        return 2 * half / median / 1e6
+
+    def run(self, timing: Timing) -> dict[str, Any]:
+        shape, batch = timing.shape, timing.batch
+        self.fill(shape.cache)
+        image = nvrtc.compile_cached(SOURCE, shape.definitions(), self.target, COMPILED)
+        kernels = RingKernels(shape, image, self.multiprocessors)
+        rng = np.random.default_rng(1)
+        used = 0
+
+        def place(x: np.ndarray[Any, Any]) -> int:
+            nonlocal used
+            pointer = cuda.DevicePtr(self.small + used)
+            cuda.write_device(pointer, x.tobytes())
+            used += -(-x.nbytes // 256) * 256
+            return pointer
+
+        def normal(heads: int) -> int:
+            x = rng.normal(size=(batch, shape.rows_per_step, heads, shape.head_dim))
+            is_float = shape.cache is FP32
+            return place(x.astype(np.float32) if is_float else ref.bf16_bits(x.astype(np.float32)))
+
+        ring = batch * shape.capacity * shape.row_bytes
+        distinct = min(LAYERS, self.pool_bytes // (2 * ring))
+        scale = place(np.full(shape.kv_heads, 1 / 32, np.float32))
+        common = ring_params(
+            shape,
+            batch,
+            q=normal(shape.query_heads),
+            k_new=normal(shape.kv_heads),
+            v_new=normal(shape.kv_heads),
+            out=normal(shape.query_heads),
+            k_scale=scale,
+            v_scale=scale,
+            rope_frequency=place(ref.rope_frequency(shape.head_dim)),
+            positions=place(np.full(batch, timing.position, np.int64)),
+            slots=place(rng.permutation(batch).astype(np.int32)),
+            arrivals=place(np.zeros(batch * shape.lines, np.uint32)),
+            partials=place(np.zeros(shape.partials_bytes(batch), np.uint8)),
+        )
+
+        def record() -> None:
+            for layer in range(LAYERS):
+                common.k_cache = self.pool + layer % distinct * 2 * ring
+                common.v_cache = common.k_cache + ring
+                kernels.launch(common, self.stream, timing.narrow)
+
+        record()
+        self.stream.synchronize()
+        graph = self.stream.capture(record)
+        median, least, most = self.median_us(graph, 15)
+        name = "ring_attention_narrow" if timing.narrow else "ring_attention_wide"
+        function = kernels.functions[name]
+        graph.close()
+        kernels.close()
+        valid = min(timing.position + shape.rows_per_step, shape.capacity)
+        read = LAYERS * 2 * batch * valid * shape.row_bytes
+        return {
+            "cache": shape.cache.name,
+            "heads": [shape.query_heads, shape.kv_heads, shape.head_dim],
+            "batch": batch,
+            "valid_rows": valid,
+            "narrow": timing.narrow,
+            "tuning": asdict(shape.tuning),
+            "layers_us": round(median, 1),
+            "least_us": round(least, 1),
+            "most_us": round(most, 1),
+            "tb_per_s": round(read / median / 1e6, 3),
+            "rings_apart": distinct,
+            "registers": function.attribute("NUM_REGS"),
+            "local_bytes": function.attribute("LOCAL_SIZE_BYTES"),
+        }
+
+
+def compile_all(target: str) -> None:
+    """Everything that the suites and the GPU tests need, in parallel."""
+    shapes = [t.shape for name in ("goal", "tune") for t in suite(name)]
+    for cache in (BF16, E4M3, INT8, FP32):
+        for head_dim in (64, 128):
+            shapes += [RingShape(cache, queries, 1, head_dim, 3000) for queries in (1, 2, 3, 4)]
+    unique = {json.dumps(s.definitions()): s for s in shapes}
+    with ThreadPoolExecutor(4) as workers:
+        jobs = [
+            workers.submit(nvrtc.compile_cached, SOURCE, s.definitions(), target, COMPILED)
+            for s in unique.values()
+        ]
+        for job in jobs:
+            job.result()
+    print(f"{len(unique)} kernels for {target} in {COMPILED}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", metavar="TARGET", help="compile only, for example sm_90")
+    parser.add_argument("--suite", choices=["goal", "tune"], default="goal")
+    parser.add_argument("--pool-gib", type=int, default=16, help="device memory for rings")
+    parser.add_argument("-o", "--out", type=Path, default=Path("out"))
+    args = parser.parse_args()
+    if args.compile:
+        compile_all(args.compile)
+        return
+    bench = Bench(args.pool_gib << 30)
+    bench.fill(BF16)
+    rows = []
+    print(f"{bench.device.name}: copy ceiling {bench.copy_ceiling():.3f} TB/s", flush=True)
+    for timing in suite(args.suite):
+        row = bench.run(timing)
+        rows.append(row)
+        t = row["tuning"]
+        print(
+            f"{row['cache']:9}{row['batch']:4} x {row['valid_rows']:5} "
+            f"{'auto' if row['narrow'] is None else 'narrow' if row['narrow'] else 'wide':7}"
+            f"seg {t['segment_rows']} buf {t['buffers']} warps {t['wide_warps']} "
+            f"pre {t['l2_prefetch_bytes']:3} regs {row['registers']} "
+            f"local {row['local_bytes']:3}: {row['layers_us'] / 1e3:7.3f} ms "
+            f"({row['least_us'] / 1e3:.3f}..{row['most_us'] / 1e3:.3f}) {row['tb_per_s']:.2f} TB/s",
+            flush=True,
+        )
+    print(f"copy ceiling again {bench.copy_ceiling():.3f} TB/s")
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = {"device": bench.device.name, "suite": args.suite, "rows": rows}
+    (args.out / f"ring_attention_{args.suite}.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
