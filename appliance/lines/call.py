@@ -258,8 +258,8 @@ class Call:
         if self.is_over:
             return
         self._ended = message.why
-        wanted = message.why == ("left" if self.state is State.LEAVING else "finished")
-        self.end(now_ns, "" if wanted else f"the box ended it: {message.why}")
+        wanted = {State.LISTENING: "finished", State.LEAVING: "left"}.get(self.state)
+        self.end(now_ns, "" if message.why == wanted else f"the box ended it: {message.why}")
 
     def end(self, now_ns: int, trouble: str = "") -> None:
         """Settle what is in hand, close everything, write down what there is to write."""

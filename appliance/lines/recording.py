@@ -78,8 +78,10 @@ class Recording:
                 self._last = None
             self._write_until(max(self._ends))
         finally:
-            self._reply.close()
-            self._conversation.close()
+            try:
+                self._reply.close()
+            finally:
+                self._conversation.close()
 
     def _place(self, side: int, at: int, pcm: NDArray[np.float32]) -> None:
         end = at + pcm.shape[0]

@@ -161,8 +161,10 @@ class WavWriter:
         if self._file.closed:
             return
         try:
-            self._sync()
-            self._file.close()
+            try:
+                self._sync()
+            finally:
+                self._file.close()
         except OSError as err:
             raise WavError(f"{self.path} cannot be written: {err.strerror}") from None
 
