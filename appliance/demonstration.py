@@ -93,7 +93,12 @@ def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: 
             lines.stop()
     progress("")
     t0_ns = box.loop.grid.t0_ns
-    calls = [c for c in ledger.read_folder(calls_folder) if c.header.t0_ns == t0_ns]
+    try:
+        calls = [c for c in ledger.read_folder(calls_folder) if c.header.t0_ns == t0_ns]
+    except ledger.LedgerError:
+        calls = []
+    if not calls:
+        raise DemoFailed(f"nobody called: {_last_line(out / 'calls.log')}")
     return _conclude(bundle, calls, len(script.callers), lines.exit_code, out, say)
 
 
@@ -210,3 +215,9 @@ def _conclude(
     for problem in problems:
         say(f"FAILED: {problem}")
     return 1 if problems else 0
+
+
+def _last_line(log: Path) -> str:
+    """What the callers' process said last, which is why it gave up."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return lines[-1] if lines else "its process said nothing"

@@ -1,0 +1,78 @@
+"""The demo with an echo for a model: real processes, the real clock, short recordings.
+
+With an echo one can say what every caller must have got back: silence, then its own voice one
+frame later.
+"""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import soundfile
+
+from appliance import demonstration
+from appliance.demonstration import Script, run_demo
+from tests.fakes import FakeExecutor, make_bundle
+
+
+def recording(path: Path, rate: int, seconds: float) -> Path:
+    times = np.arange(round(rate * seconds)) / rate
+    soundfile.write(path, 0.25 * np.sin(2 * np.pi * 400 * times), rate, subtype="PCM_16")
+    return path
+
+
+@pytest.mark.slow
+def test_the_demo_ends_well_and_leaves_everything_it_promises(tmp_path: Path) -> None:
+    script = Script(
+        callers=(
+            recording(tmp_path / "a.wav", 24_000, 1.6),
+            recording(tmp_path / "b.wav", 8_000, 1.2),
+        ),
+        stagger_s=0.4,
+        hangs_up=(1, 0.8),
+    )
+    executor = FakeExecutor(make_bundle(tmp_path / "bundle"), 3)
+    said: list[str] = []
+    shown: list[str] = []
+    out = tmp_path / "out"
+    assert run_demo(executor, script, out, said.append, shown.append) == 0, said
+    text = "\n".join(said)
+    assert "UNTRAINED" in text
+    assert "an echo, for tests" in text
+    assert "accounted for" in text
+    assert any("sessions 1" in line for line in shown)
+    summary = json.loads((out / "summary.json").read_text())
+    # 1.6 s are 20 frames, of which the caller stays for 0.8 s; 1.2 s at 8 kHz are 15.
+    assert [s["due"] for s in summary["sessions"]] == [10, 15]
+    assert [s["generated"] for s in summary["sessions"]] == [10, 15]
+    assert summary["unexplained"] == 0
+    assert ElementTree.parse(out / "margin.svg").getroot().tag.endswith("svg")
+    for name in ("01-a", "02-b"):
+        assert (out / f"{name}.reply.wav").is_file()
+        assert (out / f"{name}.txt").is_file()
+    reply, rate = soundfile.read(out / "02-b.reply.wav", dtype="float32")
+    assert (rate, len(reply)) == (24_000, round(1.2 * 24_000))
+    assert np.abs(reply[:1920]).max() == 0
+    if summary["sessions"][1]["on_time"] == 15:
+        # The echo of a 400 Hz tone, past the delay: its own level, not noise and not silence.
+        assert np.abs(reply[4000:]).max() == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.slow
+def test_a_line_that_cannot_call_fails_the_demo(tmp_path: Path) -> None:
+    script = Script((tmp_path / "none.wav",), stagger_s=0, hangs_up=(1, 1.0))
+    executor = FakeExecutor(make_bundle(tmp_path / "bundle"), 1)
+    with pytest.raises(demonstration.DemoFailed, match=r"none\.wav"):
+        run_demo(executor, script, tmp_path / "out", lambda line: None, lambda line: None)
+
+
+def test_the_demos_own_callers_talk_for_more_than_ten_seconds() -> None:
+    script = demonstration.script()
+    assert len(script.callers) == 3
+    for path in script.callers:
+        assert soundfile.info(path).duration > 10
+    who, seconds = script.hangs_up
+    assert 10 <= seconds < soundfile.info(script.callers[who - 1]).duration
+    assert script.stagger_s == 2
