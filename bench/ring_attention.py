@@ -7,15 +7,17 @@
 
 A figure is the median of replays of one captured graph of 32 layers. Every layer has rings of its
 own as far as the pool reaches, then they are used again in turn; nothing stays in L2 between.
-Bytes are valid rows of K and V, read once; the copy ceiling counts bytes read plus written.
+Bytes are valid rows of K and V, read once; a copy counts bytes read plus written.
 Rings hold normal values, one 64 MiB pattern repeated; slots are in random order.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -37,6 +39,7 @@ from engines.kernels.ring_attention import (
 )
 
 LAYERS = 32
+CEILINGS = Path(__file__).with_name("ceilings.cu")
 COMPILED = Path(__file__).parents[1] / "build" / "kernels"
 BF16, E4M3, INT8, FP32 = (
     CacheType.BFLOAT16,
@@ -44,6 +47,16 @@ BF16, E4M3, INT8, FP32 = (
     CacheType.INT8,
     CacheType.FLOAT32,
 )
+
+
+class CeilingParams(ctypes.Structure):
+    """The three arguments of either kernel in ceilings.cu, as one struct."""
+
+    _fields_ = [
+        ("source", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("count", ctypes.c_ulonglong),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +159,29 @@ class Bench:
         cuda.close_all(marks)
         return statistics.median(times), min(times), max(times)
 
-    def copy_ceiling(self) -> float:
-        """TB/s of a device-to-device copy, bytes read plus written."""
+    def ceilings(self) -> dict[str, float]:
+        """TB/s of a large read, and of a copy by kernel and by driver (read plus written)."""
+        image = nvrtc.compile_cached(CEILINGS, {}, self.target, COMPILED)
+        module = cuda.Module(image)
         half = min(self.pool_bytes // 2, 8 << 30)
-
-        def record() -> None:
-            cuda.copy_device(cuda.DevicePtr(self.pool + half), self.pool, half, self.stream)
-
-        graph = self.stream.capture(record)
-        median, *_ = self.median_us(graph, 10)
-        graph.close()
-        return 2 * half / median / 1e6
+        other = cuda.DevicePtr(self.pool + half)
+        grid = cuda.LaunchShape((self.multiprocessors * 4, 1, 1), (512, 1, 1))
+        count = half // 16
+        read = CeilingParams(self.pool, self.small, count)
+        copy = CeilingParams(self.pool, other, count)
+        ways: dict[str, tuple[int, Callable[[], None]]] = {
+            "read": (1, lambda: module.function("read_all").launch(grid, read, self.stream)),
+            "copy": (2, lambda: module.function("copy_all").launch(grid, copy, self.stream)),
+            "driver_copy": (2, lambda: cuda.copy_device(other, self.pool, half, self.stream)),
+        }
+        found = {}
+        for name, (passes, record) in ways.items():
+            graph = self.stream.capture(record)
+            median, *_ = self.median_us(graph, 10)
+            graph.close()
+            found[name] = round(passes * half / median / 1e6, 3)
+        module.close()
+        return found
 
     def run(self, timing: Timing) -> dict[str, Any]:
         shape, batch = timing.shape, timing.batch
@@ -210,10 +235,9 @@ class Bench:
         name = "ring_attention_narrow" if timing.narrow else "ring_attention_wide"
         function = kernels.functions[name]
         graph.close()
-        kernels.close()
         valid = min(timing.position + shape.rows_per_step, shape.capacity)
         read = LAYERS * 2 * batch * valid * shape.row_bytes
-        return {
+        row = {
             "cache": shape.cache.name,
             "heads": [shape.query_heads, shape.kv_heads, shape.head_dim],
             "batch": batch,
@@ -228,6 +252,8 @@ class Bench:
             "registers": function.attribute("NUM_REGS"),
             "local_bytes": function.attribute("LOCAL_SIZE_BYTES"),
         }
+        kernels.close()
+        return row
 
 
 def compile_all(target: str) -> None:
@@ -244,6 +270,7 @@ def compile_all(target: str) -> None:
         ]
         for job in jobs:
             job.result()
+    nvrtc.compile_cached(CEILINGS, {}, target, COMPILED)
     print(f"{len(unique)} kernels for {target} in {COMPILED}")
 
 
@@ -260,7 +287,8 @@ def main() -> None:
     bench = Bench(args.pool_gib << 30)
     bench.fill(BF16)
     rows = []
-    print(f"{bench.device.name}: copy ceiling {bench.copy_ceiling():.3f} TB/s", flush=True)
+    ceilings = [bench.ceilings()]
+    print(f"{bench.device.name}: TB/s {ceilings[0]}", flush=True)
     for timing in suite(args.suite):
         row = bench.run(timing)
         rows.append(row)
@@ -274,9 +302,10 @@ def main() -> None:
             f"({row['least_us'] / 1e3:.3f}..{row['most_us'] / 1e3:.3f}) {row['tb_per_s']:.2f} TB/s",
             flush=True,
         )
-    print(f"copy ceiling again {bench.copy_ceiling():.3f} TB/s")
+    ceilings.append(bench.ceilings())
+    print(f"again: TB/s {ceilings[1]}")
     args.out.mkdir(parents=True, exist_ok=True)
-    report = {"device": bench.device.name, "suite": args.suite, "rows": rows}
+    report = {"device": bench.device.name, "suite": args.suite, "ceilings": ceilings, "rows": rows}
     (args.out / f"ring_attention_{args.suite}.json").write_text(json.dumps(report, indent=1))
 
 

@@ -70,7 +70,7 @@ def check_output(case: Case, bits: Array, k_cache: Array, v_cache: Array) -> flo
     if case.shape.cache is CacheType.FLOAT32:
         bound = np.full(expected.shape, 1e-5 * max(1.0, largest))
     else:
-        bound = np.abs(expected) * 2.0**-8.5 + 2e-4 * max(0.1, largest)
+        bound = np.abs(expected) * 2.0**-8 + 2e-4 * max(0.1, largest)
     worst = np.abs(got - expected) - bound
     assert (worst <= 0).all(), (case.shape, case.positions, float(np.nanmax(worst)))
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
