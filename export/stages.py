@@ -36,7 +36,7 @@ from export.models import tokens
 from export.models.config import ModelConfig
 from export.models.lm import LanguageModel
 from export.models.mimi import Mimi
-from export.models.sampling import choose
+from export.models.sampling import Taste
 from export.models.streaming import State, counter, regions_of
 
 PCM, PCM_OUT = "pcm", "pcm_out"
@@ -158,12 +158,14 @@ class Depth(StageGraph):
     def run(self, named: State) -> State:
         config, after = self.lm.config, named[tokens.OFFSET]
 
-        def sample(step: int, logits: Tensor) -> Tensor:
-            temperature = named[TEMPERATURE if step else TEXT_TEMPERATURE]
-            top_k = named[TOP_K if step else TEXT_TOP_K]
-            return choose(logits, temperature, top_k, named[NOISE].select(1, step))
+        most = named[NOISE].shape[-1]
+        text = Taste(named[TEXT_TEMPERATURE], named[TEXT_TOP_K], min(most, config.text_card))
+        audio = Taste(named[TEMPERATURE], named[TOP_K], min(most, config.card))
 
-        spoken = self.lm.depth(named[HIDDEN], named[TEXT_LOGITS], sample)
+        def choose(step: int, logits: Tensor) -> Tensor:
+            return (audio if step else text).choose(logits, named[NOISE].select(1, step))
+
+        spoken = self.lm.depth(named[HIDDEN], named[TEXT_LOGITS], choose)
         ring = tokens.speak(config, named[tokens.TOKENS], after, spoken)
         frame = tokens.align(config, ring, after)
         return {

@@ -12,19 +12,24 @@ import torch
 from torch import Tensor
 
 
-def choose(logits: Tensor, temperature: Tensor, top_k: Tensor, noise: Tensor) -> Tensor:
-    """logits (B, N) float32, temperature (B,) float32, top_k (B,) int64, noise (B, K) float32.
+class Taste:
+    """How every session of a tick chooses; worked out once, used for each token of a kind."""
 
-    Returns (B,) int64. K is the largest top-k; candidates beyond a session's own are left out.
-    """
-    candidates = min(noise.shape[-1], logits.shape[-1])
-    best, ids = torch.topk(logits, candidates, dim=-1)
-    noise = noise.narrow(-1, 0, candidates)
-    is_greedy = temperature <= 0
-    limit = torch.where(top_k > 0, top_k, torch.full_like(top_k, candidates))
-    limit = torch.where(is_greedy, torch.ones_like(limit), limit).unsqueeze(-1)
-    heat = torch.where(is_greedy, torch.ones_like(temperature), temperature).unsqueeze(-1)
-    score = best / heat + noise
-    left_out = torch.arange(candidates).view(1, -1) >= limit
-    score = score.masked_fill(left_out, float("-inf"))
-    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
+    def __init__(self, temperature: Tensor, top_k: Tensor, candidates: int) -> None:
+        """temperature: (B,) float32; top_k: (B,) int64; candidates: the most there can be."""
+        self.candidates = candidates
+        is_greedy = temperature <= 0
+        self.heat = torch.where(is_greedy, torch.ones_like(temperature), temperature).unsqueeze(-1)
+        limit = torch.where(top_k > 0, top_k, torch.full_like(top_k, candidates))
+        limit = torch.where(is_greedy, torch.ones_like(limit), limit).unsqueeze(-1)
+        self.left_out = torch.arange(candidates).view(1, -1) >= limit
+
+    def choose(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """logits: (B, N) float32, N >= candidates; noise: (B, K) float32, K >= candidates.
+
+        Returns (B,) int64.
+        """
+        best, ids = torch.topk(logits, self.candidates, dim=-1)
+        score = best / self.heat + noise.narrow(-1, 0, self.candidates)
+        score = score.masked_fill(self.left_out, float("-inf"))
+        return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)

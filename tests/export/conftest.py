@@ -1,5 +1,6 @@
 """What the export tests share: one micro bundle, and one torch thread so that bits repeat."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -20,5 +21,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def micro_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The micro model of seed 1; every ring of it wraps within two seconds of speech."""
+    # The tracer logs every step for whoever listens, and pytest listens to all.
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     folder = tmp_path_factory.mktemp("bundles") / "micro"
     return build.build_seeded("micro", folder, seed=1, largest_batch=4)

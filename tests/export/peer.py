@@ -7,19 +7,20 @@ layout of the published checkpoints. Install it beside torch 2.13 with
     pip install einops 'huggingface-hub<1' sentencepiece sphn tqdm
 """
 
+import importlib
 import os
 from typing import Any
 
 import torch
 
-os.environ.setdefault("NO_TORCH_COMPILE", "1")  # read when the package is imported
-
-from moshi.models import LMGen, loaders
-from moshi.models.lm import LMModel
-
 from export.models.config import LmConfig, MimiConfig
 from export.models.lm import LanguageModel
 from export.models.mimi import Mimi
+
+os.environ.setdefault("NO_TORCH_COMPILE", "1")  # read when the package is imported
+
+loaders: Any = importlib.import_module("moshi.models.loaders")
+package: Any = importlib.import_module("moshi.models.lm")
 
 
 def peer_mimi(mimi: Mimi) -> Any:
@@ -72,6 +73,6 @@ def peer_lm(lm: LanguageModel) -> Any:
         depformer_context=config.depth_codebooks,
         delays=list(config.delays),
     )
-    model = LMModel(dtype=torch.float32, **kwargs)
+    model = package.LMModel(dtype=torch.float32, **kwargs)
     model.load_state_dict(lm.state_dict())
-    return LMGen(model.eval(), use_sampling=False, support_out_of_sync=True, check=True)
+    return package.LMGen(model.eval(), use_sampling=False, support_out_of_sync=True, check=True)
