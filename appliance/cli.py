@@ -1,7 +1,7 @@
 """`duplexbox appliance <verb>`: serve callers, place calls, run the demo, read the ledger."""
 
 import argparse
-import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -180,7 +180,7 @@ def _say(line: str) -> None:
 def _progress_line() -> Callable[[str], None]:
     """A line that overwrites itself on a terminal; elsewhere, one line every two seconds."""
     terminal = sys.stderr.isatty()
-    width = os.get_terminal_size(sys.stderr.fileno()).columns - 1 if terminal else 0
+    width = shutil.get_terminal_size().columns - 1
     seen = 0
 
     def show(line: str) -> None:

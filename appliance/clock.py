@@ -73,5 +73,6 @@ class TickGrid:
 
 
 def wall_stamp() -> str:
-    """Now, in UTC, as it stands in file names: 20260131T120000Z."""
-    return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    """Now, in UTC to the millisecond, as it stands in file names: 20260131T120000.250Z."""
+    now = datetime.now(UTC)
+    return f"{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z"

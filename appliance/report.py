@@ -235,7 +235,7 @@ def _count(flags: NDArray[np.uint16], flag: Flag) -> int:
 
 def text(summary: Summary) -> str:
     """The report for people: a table, the worst session, the ticks, and the verdict."""
-    rows = [COLUMNS, *(_row(s) for s in summary.sessions)]
+    rows = [*zip(*COLUMNS, strict=True), *(_row(s) for s in summary.sessions)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     lines = [
         "  ".join(
@@ -265,23 +265,23 @@ def text(summary: Summary) -> str:
 
 
 COLUMNS = (
-    "session",
-    "caller",
-    "ended",
-    "due",
-    "made",
-    "on time",
-    "late",
-    "filled",
-    "discarded",
-    "concealed",
-    "missed",
-    "skipped",
-    "lag",
-    "margin ms",
-    "run",
+    ("", "call"),
+    ("", "caller"),
+    ("", "ended"),
+    ("", "due"),
+    ("", "made"),
+    ("on", "time"),
+    ("", "late"),
+    ("", "filled"),
+    ("dis-", "carded"),
+    ("con-", "cealed"),
+    ("", "missed"),
+    ("", "skipped"),
+    ("worst", "lag"),
+    ("margin", "ms"),
+    ("longest", "run"),
 )
-"""lag, margin and run (of misses) are the session's worst."""
+"""Two header lines each. The last three are the session's worst; run: of misses."""
 
 
 def _row(s: SessionReport) -> tuple[str, ...]:

@@ -262,6 +262,20 @@ def test_a_callers_nan_never_reaches_the_model(desk: Desk) -> None:
     )
 
 
+def test_a_line_that_scribbles_over_its_counters_is_concealed(desk: Desk) -> None:
+    caller, other = desk.caller(), desk.caller()
+    for n in range(3):
+        caller.speak()
+        other.speak()
+        if n == 1:
+            caller._line.uplink._cursor.shared[8] = 2**63
+        desk.tick()
+    records = desk.records()
+    flags = records["flags"][records["session"] == 1]
+    assert [bool(f & Flag.CONCEALED) for f in flags] == [False, True, False]
+    assert len(other.hear()) == 3
+
+
 def test_a_setting_refused_late_costs_only_its_session(desk: Desk) -> None:
     well, sick = desk.caller(), desk.caller(seed=13)
     well.speak()
