@@ -30,8 +30,9 @@ import numpy.typing as npt
 from engines.bundle import ITEMSIZE, Dtype
 from export import checkpoint_layout as layout
 from export.checkpoint import UNTRAINED
-from export.checkpoint_config import CONFIG_FILE, LM_FILE, MIMI_FILE
+from export.checkpoint_config import CONFIG_FILE, LM_FILE, MIMI_FILE, TEXT_FILE
 from export.checkpoint_file import LENGTH_BYTES
+from export.checkpoint_text import seeded_pieces, sentencepiece_model
 from export.models.config import LmConfig, MimiConfig
 from export.seed_values import GENERATOR, draw
 
@@ -156,6 +157,8 @@ def write_checkpoint(
             _refuse_other(out / file.name, file)
         _check_disk(out, files)
         written = sum(_write_file(out, file, progress) for file in files)
+        lm, _ = configs(name, width)
+        _write_whole(out / TEXT_FILE, sentencepiece_model(seeded_pieces(lm.text_card)))
         _write_whole(out / CONFIG_FILE, config_json(name, width))
     except OSError as err:
         raise SeedError(

@@ -58,11 +58,11 @@ class Rule:
 
 
 GAINS = {
-    "self_attn.in_proj_weight": 1.5,  # scores spread by about 2: attention looks at some rows
     "text_linear.weight": 2.0,  # logits far enough apart that sampling has something to choose
-    "encoder.model.0.conv.conv.weight": 8.0,  # speech is near 0.1 rms, the biases are not smaller
-    "downsample.conv.conv.conv.weight": 3.0,  # codes vary only if the latent does
-    "decoder.model.14.conv.conv.weight": 0.15,  # sound near 0.1 rms, far from clipping
+    "encoder.model.0.conv.conv.weight": 20.0,  # speech is near 0.05 rms, the biases are not smaller
+    "encoder.model.14.conv.conv.weight": 5.0,  # the transformer must not drown what was heard
+    "downsample.conv.conv.conv.weight": 1.5,  # codes vary only if the latent does
+    "decoder.model.14.conv.conv.weight": 0.1,  # sound near 0.1 rms, seldom clipping
     "decoder.model.14.conv.conv.bias": 0.1,
 }
 """By end of name: what a tensor needs beyond one over the root of its inputs."""
@@ -75,7 +75,9 @@ def rule(name: str, shape: tuple[int, ...]) -> Rule:
     """How a tensor is scaled, by its name; activations stay near one through every layer."""
     gain = next((g for end, g in GAINS.items() if name.endswith(end)), 1.0)
     if name.startswith("linears."):
-        gain = 2.0
+        gain = 2.0  # as `text_linear`
+    if name.startswith(("transformer.", "depformer.")) and name.endswith("in_proj_weight"):
+        gain = 1.5  # scores spread by about 2: attention looks at some rows, not at all alike
     if name.endswith("_initialized"):
         return Rule(0.0, 1.0)
     if name.endswith("cluster_usage"):
