@@ -27,7 +27,7 @@ from appliance.frame_ring import Channel, DownlinkHeader, UplinkHeader
 from appliance.leases import Slots
 from appliance.ledger import Flag, Kind
 from appliance.ledger_writer import RecordRing
-from appliance.scheduler import Occupant, SlotPlan, plan_resume, plan_tick
+from appliance.scheduler import Occupant, SlotPlan, plan_resume, plan_slot, plan_tick
 from appliance.session import Event, SessionId
 from engines.executor import Executor, SettingError
 
@@ -159,9 +159,10 @@ class TickLoop:
         """
         self._read_inbox()
         self._let_leave()
+        now_ns = self.clock.now_ns()
         tick = plan_resume(
             due_tick,
-            self.clock.now_ns(),
+            now_ns,
             self.grid.t0_ns,
             self.grid.period_ns,
             min(self._steps_ns),
@@ -171,7 +172,7 @@ class TickLoop:
             self._miss(missed)
             self._let_leave()
         self._let_in(tick)
-        self._step(tick)
+        self._step(tick, max(0, self.grid.tick_at(now_ns) - tick))
         return tick + 1
 
     @property
@@ -233,7 +234,8 @@ class TickLoop:
 
     # --- one tick
 
-    def _step(self, tick: int) -> None:
+    def _step(self, tick: int, ticks_behind: int) -> None:
+        """ticks_behind: later ticks whose start has passed; their frames wait, and rightly so."""
         seats = list(self._slots)
         counts = self.counts
         counts.tick = tick
@@ -243,7 +245,7 @@ class TickLoop:
         plan = plan_tick(
             tick,
             [Occupant(seat.slot, seat.channel.uplink.waiting) for seat in seats],
-            self.policy.lag_limit_frames,
+            self.policy.lag_limit_frames + ticks_behind,
         )
         heard = [self._gather(seat, mine) for seat, mine in zip(seats, plan.slots, strict=True)]
         began_ns = self.clock.now_ns()
@@ -336,10 +338,8 @@ class TickLoop:
         batch = len(self._slots)
         for seat in self._slots:
             uplink = seat.channel.uplink
-            plan = plan_tick(
-                tick, (Occupant(seat.slot, uplink.waiting),), self.policy.lag_limit_frames
-            ).slots[0]
-            uplink.skip(plan.skip)
+            # No frame is skipped for lag here: the others that wait belong to the ticks after.
+            plan = plan_slot(seat.slot, uplink.waiting, lag_limit_frames=uplink.capacity)
             header = uplink.get(self._scratch) if plan.hears else None
             flags = Flag.MISSED.value
             if header is not None and header.flags & frame_ring.LAST:

@@ -185,6 +185,20 @@ def test_an_overrun_catches_up_while_it_is_worth_it_and_records_what_it_drops(de
     assert [h.heard for h, _ in caller.hear()] == [0, 1, 4]
 
 
+def test_after_an_overrun_each_tick_takes_its_own_frame_and_none_is_skipped(desk: Desk) -> None:
+    desk.work_ns = {1: 650 * MS}  # tick 1 runs from 80 to 730: 2 to 7 are missed, 8 is late
+    caller = desk.caller()
+    caller.speak(2)
+    desk.tick(2)
+    caller.speak(8)  # those of ticks 2 to 9, which all came in the meantime
+    desk.tick(3)
+    records = desk.records()
+    missed = [n for n, f in enumerate(records["flags"].tolist()) if f & Flag.MISSED]
+    assert (missed, len(records)) == ([2, 3, 4, 5, 6, 7], 11)
+    assert records["skipped"].sum() == 0
+    assert [h.heard for h, _ in caller.hear()] == [0, 1, 8, 9, -1]
+
+
 def test_a_last_frame_in_a_missed_tick_ends_the_session(desk: Desk) -> None:
     desk.work_ns = {1: 330 * MS}
     caller = desk.caller()
