@@ -104,7 +104,7 @@ class CallReport(msgspec.Struct, frozen=True):
     settings: dict[str, float]
     rate_in_hz: int
     samples_in: int
-    """Samples of the caller's file that were used, at its rate."""
+    """Samples read of the caller's file, at its rate; a little ahead of what was said."""
     bad_samples_in: int
     frames_sent: int
     uplink_overflows: int
@@ -214,6 +214,8 @@ class Call:
         try:
             messages = self._talk(now_ns)
             self._listen(now_ns)
+            if self.state is State.TALKING:
+                self._source.prepare()
         except WavError as err:
             messages = self._leave(now_ns, str(err))
         if self.state in (State.LISTENING, State.LEAVING) and now_ns >= self._until_ns:
@@ -345,22 +347,19 @@ class Call:
         assert self._recording is not None
         due_ns = self._due_ns(self._sent)
         ends = self._hanging_up or self._is_time_up()
-        try:
-            frame = self._source.next()
-            pcm, is_last = frame.pcm, frame.is_last
-        except WavError as err:
-            # Half a call is still a call: end it in good order, but say why it was short.
-            self.trouble = str(err)
-            pcm, is_last = np.zeros(self._samples, np.float32), True
-        self._cut_short = ends and not is_last
-        self._recording.said(pcm, due_ns - self._grid.period_ns)
-        header = UplinkHeader(self._sent, LAST if is_last or ends else 0, due_ns)
-        accepted = self._channel.uplink.put(header, pcm)
+        frame = self._source.next()
+        is_last = ends or frame.is_last
+        header = UplinkHeader(self._sent, LAST if is_last else 0, due_ns)
+        accepted = self._channel.uplink.put(header, frame.pcm)
         self._sent += 1
-        if is_last or ends:
+        # The clock is served; the disk may take its time.
+        self._recording.said(frame.pcm, due_ns - self._grid.period_ns)
+        if is_last:
+            self.trouble = self._source.trouble
+            self._cut_short = not frame.is_last
             self.state = State.LISTENING
             self._until_ns = now_ns + SETTLE_NS
-            self._last = None if accepted else (header, pcm)
+            self._last = None if accepted else (header, frame.pcm)
         elif not accepted:
             self._overflows += 1
 

@@ -5,13 +5,12 @@ and `padding_samples` says by how much. Does not know when a frame is due (`call
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from appliance.lines.resample import Quality, Resampler
-from appliance.lines.wav import WavReader
+from appliance.lines.wav import WavError, WavReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +21,18 @@ class SourceFrame:
     is_last: bool
 
 
-class Source(Protocol):
-    """Where a call's frames come from."""
-
-    @property
-    def padding_samples(self) -> int:
-        """Silence at the end of the last frame, once that has been handed out."""
-
-    def next(self) -> SourceFrame:
-        """The next frame; never called again after the last."""
-
-
 class WavSource:
     """Frames of a WAV file, resampled; at least one, since no reader has 0 samples.
 
-    Reads one frame ahead, so that a frame is ready when it is due and known to be the last.
+    Reads one frame ahead, so that a frame is known to be the last, and a second one on `prepare`,
+    so that neither disk nor resampler stands between a frame and its time.
     """
 
     def __init__(self, reader: WavReader, rate_hz: int, samples_per_frame: int) -> None:
+        """Reads the first frames. Raises `WavError` if there are none."""
         self.reader = reader
+        self.trouble = ""
+        """Why the file ended before its end; empty if it did not."""
         self.padding_samples = 0
         self._samples = samples_per_frame
         # A file can be read ahead, so the delay of the exact filter costs nothing.
@@ -50,6 +42,11 @@ class WavSource:
         self._ready_samples = 0
         self._at_end = False
         self._ahead = self._read_frame()
+        if self._ahead is None:
+            raise WavError(self.trouble or f"{reader.path} has 0 samples")
+        self._after: NDArray[np.float32] | None = None
+        self._is_prepared = False
+        self.prepare()
 
     @property
     def samples_in(self) -> int:
@@ -57,15 +54,28 @@ class WavSource:
         return self._resampler.samples_in
 
     def next(self) -> SourceFrame:
-        """The next frame. Raises `WavError` if the file cannot be read on."""
+        """The next frame, at once if it was prepared; never called again after the last."""
+        self.prepare()
         pcm = self._ahead
         assert pcm is not None, "asked for a frame after the last"
-        self._ahead = self._read_frame()
+        self._ahead = self._after
+        self._is_prepared = False
         return SourceFrame(pcm, self._ahead is None)
+
+    def prepare(self) -> None:
+        """Read what the next `next` needs, off the clock."""
+        if not self._is_prepared:
+            self._after = self._read_frame()
+            self._is_prepared = True
 
     def _read_frame(self) -> NDArray[np.float32] | None:
         while self._ready_samples < self._samples and not self._at_end:
-            chunk = self.reader.read(self._chunk_samples)
+            try:
+                chunk = self.reader.read(self._chunk_samples)
+            except WavError as err:
+                # Half a call is still a call; `trouble` says why it was short.
+                self.trouble = str(err)
+                chunk = np.zeros(0, np.float32)
             out = self._resampler.push(chunk) if chunk.size else self._resampler.flush()
             self._at_end = not chunk.size
             self._ready.append(out)

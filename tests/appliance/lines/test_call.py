@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from numpy.typing import NDArray
 
 from appliance import control
 from appliance.admission import Reason
@@ -23,7 +24,7 @@ from appliance.frame_ring import (
     UplinkHeader,
 )
 from appliance.lines.call import ANSWER_NS, LEAD_NS, SETTLE_NS, Call, CallPlan
-from appliance.lines.wav import WavReader
+from appliance.lines.wav import WavError, WavReader
 
 PERIOD_NS = 80 * NS_PER_MS
 S = 1_920
@@ -302,6 +303,27 @@ def test_receipts_wait_for_room_in_their_ring(desk: MakeDesk) -> None:
     box.advance(10 * PERIOD_NS)
     assert box.channel.receipts.waiting == 4
     assert box.outcomes() == [(index, Outcome.DELIVERED) for index in range(10)]
+
+
+def test_a_file_that_breaks_half_way_ends_the_call_in_good_order(desk: MakeDesk) -> None:
+    box = desk(frames=20)
+    box.admit()
+    box.advance(2 * PERIOD_NS)
+    broken = box.call._source.reader
+    broken.read = failing  # type: ignore[method-assign]
+    box.advance(20 * PERIOD_NS)
+    headers = box.take()
+    assert headers[-1].flags == LAST
+    assert len(headers) < 6
+    box.reply(0, GENERATED | FINAL)
+    box.advance()
+    box.advance(PERIOD_NS)
+    box.call.gone(control.Gone(5, "finished"), box.now_ns)
+    assert box.call.trouble == "in.wav cannot be read on: the disk broke"
+
+
+def failing(samples: int) -> NDArray[np.float32]:
+    raise WavError("in.wav cannot be read on: the disk broke")
 
 
 @pytest.mark.parametrize("why", ["fault", "timeout", "stopped", "finished"])
