@@ -403,6 +403,14 @@ class Channel:
         # The object keeps the name registered; the mapping is made as a line makes it, because
         # SharedMemory's own complains when views of it outlive it.
         segment.close()
+        try:
+            _claim(name, spans[-1])
+        except OSError as err:
+            segment.unlink()
+            raise ChannelError(
+                f"/dev/shm has no room for {spans[-1]} bytes: {err.strerror}. Make it larger: "
+                "mount -o remount,size=1G /dev/shm (in a container: --shm-size)"
+            ) from None
         memory = _map(name)
         view = memoryview(memory)
         CHANNEL_FIELDS.pack_into(
@@ -476,6 +484,19 @@ def _spans(samples: int, uplink: int, downlink: int, receipts: int) -> tuple[int
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ChannelError(f"{name!r} cannot be the name of a shared memory segment")
+
+
+def _claim(name: str, size: int) -> None:
+    """Make the kernel set the pages aside now. Raises `OSError` when there are not enough.
+
+    A segment's size alone is only a promise: on a full /dev/shm the first store into a page that
+    cannot be had is a SIGBUS, which would end the box and every call in it.
+    """
+    fd = os.open(f"/dev/shm/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
 
 
 def _map(name: str) -> mmap.mmap:

@@ -276,7 +276,7 @@ class Switchboard:
         try:
             channel = Channel.create(name, manifest.timing.samples_per_frame, sizes)
         except (ChannelError, OSError) as err:
-            return Refusal(Reason.FAULT, f"no shared memory for the call: {err}")
+            return Refusal(Reason.MEMORY, f"no shared memory for the call: {err}")
         header = Header(
             session=lease.session,
             generation=lease.generation,

@@ -187,6 +187,24 @@ def test_a_setting_that_is_none_is_refused(running: Running) -> None:
     line.close()
 
 
+def test_a_full_dev_shm_is_a_refusal_and_not_a_crash(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    refused = Line(running)
+    assert isinstance(refused.answer, control.Refused)
+    assert refused.answer.reason is Reason.MEMORY
+    assert "/dev/shm has no room" in refused.answer.detail
+    monkeypatch.undo()
+    admitted = Line(running), Line(running)  # the refusal kept no lease
+    for line in (refused, *admitted):
+        assert line is refused or isinstance(line.answer, control.Admitted)
+        line.close()
+
+
 def test_a_line_that_vanishes_takes_its_call_with_it_and_no_other(running: Running) -> None:
     doomed, other = Line(running, "doomed"), Line(running, "other")
     doomed.speak(1)
