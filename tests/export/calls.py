@@ -20,6 +20,11 @@ from export.stages import (
     graphs_of,
 )
 
+SEED = 6
+"""Of the micro model in these tests: with it the two best logits of a greedy choice, and the two
+nearest centroids, are never closer than 1e-4, some hundred times what float32 leaves uncertain, so
+equal tokens do not hang on the machine."""
+
 GREEDY = {TEMPERATURE: 0.0, TEXT_TEMPERATURE: 0.0}
 
 

@@ -18,7 +18,7 @@ from engines.noise import gumbel
 from engines.ort_executor import OrtExecutor
 from export import build, tiny
 from export.tiny import MICRO
-from tests.export.calls import GREEDY, TorchCalls, speech
+from tests.export.calls import GREEDY, SEED, TorchCalls, speech
 
 pytestmark = pytest.mark.torch
 
@@ -93,11 +93,11 @@ def test_rings_updated_in_place_are_read_by_the_scatter_alone(
 def test_the_same_seed_gives_the_same_bytes_in_another_process(
     micro_bundle: Bundle, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "duplexbox", "export", "build", "micro", "--seed", "1"]
+    command = [sys.executable, "-m", "duplexbox", "export", "build", "micro", "--seed", str(SEED)]
     command += ["--batches", "1-4", "-o", str(tmp_path / "again")]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     assert bundle.read(tmp_path / "again").manifest == micro_bundle.manifest
-    other = build.checkpoint_sha256(*tiny.seeded(MICRO, 2))
+    other = build.checkpoint_sha256(*tiny.seeded(MICRO, SEED + 1))
     assert other != micro_bundle.manifest.model.checkpoint_sha256
 
 
@@ -112,7 +112,7 @@ def test_only_a_bundle_is_ever_overwritten(tmp_path: Path) -> None:
 def test_onnx_runtime_equals_torch_for_sessions_of_different_ages(
     micro_bundle: Bundle, sampled: bool
 ) -> None:
-    calls = TorchCalls(MICRO, seed=1)
+    calls = TorchCalls(MICRO, SEED)
     executor = OrtExecutor(micro_bundle, 3)
     joins = {0: 0, 9: 1, 40: 2}
     assert 3 * MICRO.lm.context < TICKS - 40

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from export.models.streaming import fresh_state
 from export.tiny import MICRO
-from tests.export.calls import GREEDY, TorchCalls, speech
+from tests.export.calls import GREEDY, SEED, TorchCalls, speech
 from tests.export.peer import peer_lm, peer_mimi
 
 pytestmark = pytest.mark.torch
@@ -47,7 +47,7 @@ class Peer:
 
 
 def test_every_token_equals_the_package_for_300_frames_of_staggered_calls() -> None:
-    calls = TorchCalls(MICRO, seed=1)
+    calls = TorchCalls(MICRO, SEED)
     peer = Peer(calls)
     pcm = speech(3, TICKS, 3, MICRO.mimi.samples_per_frame)
     assert TICKS // MICRO.lm.context > 5
