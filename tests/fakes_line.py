@@ -49,8 +49,6 @@ class Trouble:
     """What the box does wrong, by frame_index of a session."""
 
     refuse: Reason | None = None
-    mute: bool = False
-    """Answers no Join."""
     lost: frozenset[int] = frozenset()
     """Frames that are due but never made."""
     late: dict[int, int] = field(default_factory=dict)
@@ -59,10 +57,6 @@ class Trouble:
     """The frame instead of which the session ends with FAULT."""
     vanish_at: int | None = None
     """The frame instead of which the whole box closes its socket."""
-    uplink: int = 16
-    """Capacity of the uplink."""
-    deaf: bool = False
-    """Takes no frame of anybody."""
 
 
 @dataclass(eq=False)
@@ -184,20 +178,18 @@ class FakeBox:
             self._peer.send(control.encode(message))
 
     def _join(self, join: control.Join) -> None:
-        if self.trouble.mute:
-            return
         if self.trouble.refuse is not None:
             self._send(control.Refused(join.request, self.trouble.refuse, "1 of 1 slots is taken"))
             return
         number = len(self.sessions) + 1
-        sizes = Capacities(self.trouble.uplink, 64, 8)
+        sizes = Capacities(16, 64, 8)
         name = f"{self.path.parent.name}-{number}-{id(self)}"
         channel = Channel.create(name, SAMPLES, sizes)
         self.sessions.append(FakeSession(join, number, channel))
         self._send(control.Admitted(join.request, number, 7, name, sizes.uplink, sizes.downlink, 8))
 
     def _step(self, session: FakeSession, tick: int) -> None:
-        if session.draining or session.gone or self.trouble.deaf:
+        if session.draining or session.gone:
             return
         waiting = session.channel.uplink.waiting
         if not session.frame_index and not waiting:
