@@ -18,7 +18,7 @@ import ctypes
 import json
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,8 @@ from engines.kernels.ring_attention import (
     RingKernels,
     RingShape,
     RingTuning,
+    Spread,
+    choose_spread,
     ring_params,
 )
 
@@ -65,7 +67,7 @@ class Timing:
     batch: int
     position: int
     """Rows written before the step; the same for every session."""
-    narrow: bool | None = None
+    spread: Spread | None = None
 
 
 def moshi(cache: CacheType, **tuning: int) -> RingShape:
@@ -89,33 +91,26 @@ def suite(name: str) -> list[Timing]:
         for batch in batches
     ]
     goal += [Timing(moshi(BF16), batch, 299) for batch in (1, 64)]
-    goal += [Timing(codec(), batch, 1000, narrow) for batch in (1, 64) for narrow in (True, False)]
+    goal += [
+        Timing(codec(), batch, 1000, spread)
+        for batch in (1, 64, 160)
+        for spread in (Spread(True), Spread(False))
+    ]
     if name == "goal":
         return goal
-    tunings: list[dict[str, int]] = [
-        dict(buffers=buffers, wide_warps=warps, narrow_warps=warps, l2_prefetch_bytes=prefetch)
-        for buffers, warps, prefetch in (
-            (4, 12, 0),
-            (4, 12, 256),
-            (4, 16, 0),
-            (2, 16, 0),
-            (8, 8, 0),
-        )
-    ]
-    tunings.append(dict(tunings[0], segment_rows=128))
-    return [
-        Timing(moshi(cache, **tuning), batch, 3000, narrow)
-        for tuning in tunings
-        for cache, batch, narrow in (
-            (BF16, 64, False),
-            (BF16, 1, True),
-            (BF16, 8, True),
-            (BF16, 8, False),
-            (E4M3, 160, False),
-            (E4M3, 1, True),
-            (INT8, 160, False),
-        )
-    ]
+    timings = []
+    for buffers, warps in ((4, 12), (4, 14), (4, 16), (8, 8), (8, 10)):
+        tuning = dict(buffers=buffers, wide_warps=warps, narrow_warps=warps // 4 * 4)
+        for cache, batch in ((BF16, 64), (E4M3, 160), (INT8, 160)):
+            timings += [
+                Timing(moshi(cache, **tuning), batch, 3000, Spread(False, run)) for run in (1, 2, 4)
+            ]
+        timings += [
+            Timing(moshi(cache, **tuning), batch, 3000, spread)
+            for cache, batch in ((BF16, 1), (E4M3, 1), (BF16, 8))
+            for spread in (Spread(True), Spread(False, 1))
+        ]
+    return timings
 
 
 class Bench:
@@ -226,13 +221,14 @@ class Bench:
             for layer in range(LAYERS):
                 common.k_cache = self.pool + layer % distinct * 2 * ring
                 common.v_cache = common.k_cache + ring
-                kernels.launch(common, self.stream, timing.narrow)
+                kernels.launch(common, self.stream, timing.spread)
 
         record()
         self.stream.synchronize()
         graph = self.stream.capture(record)
         median, least, most = self.median_us(graph, 15)
-        name = "ring_attention_narrow" if timing.narrow else "ring_attention_wide"
+        spread = timing.spread or choose_spread(shape, batch, self.multiprocessors)
+        name = "ring_attention_narrow" if spread.narrow else "ring_attention_wide"
         function = kernels.functions[name]
         graph.close()
         valid = min(timing.position + shape.rows_per_step, shape.capacity)
@@ -242,7 +238,9 @@ class Bench:
             "heads": [shape.query_heads, shape.kv_heads, shape.head_dim],
             "batch": batch,
             "valid_rows": valid,
-            "narrow": timing.narrow,
+            "narrow": spread.narrow,
+            "segments_per_warp": spread.segments_per_warp,
+            "spread_chosen": timing.spread is None,
             "tuning": asdict(shape.tuning),
             "layers_us": round(median, 1),
             "least_us": round(least, 1),
@@ -259,11 +257,15 @@ class Bench:
 def compile_all(target: str) -> None:
     """Everything that the suites and the GPU tests need, in parallel."""
     shapes = [t.shape for name in ("goal", "tune") for t in suite(name)]
-    for cache in (BF16, E4M3, INT8, FP32):
-        for head_dim in (64, 128):
-            shapes += [RingShape(cache, queries, 1, head_dim, 3000) for queries in (1, 2, 3, 4)]
+    shapes += [
+        RingShape(cache, group, 1, head_dim, 3000, rows)
+        for cache in (BF16, E4M3, INT8, FP32)
+        for head_dim in (64, 128)
+        for rows in (1, 2, 3, 4)
+        for group in ((1, 2, 4) if cache is FP32 else (1,))
+    ]
     unique = {json.dumps(s.definitions()): s for s in shapes}
-    with ThreadPoolExecutor(4) as workers:
+    with ProcessPoolExecutor() as workers:
         jobs = [
             workers.submit(nvrtc.compile_cached, SOURCE, s.definitions(), target, COMPILED)
             for s in unique.values()
@@ -295,7 +297,7 @@ def main() -> None:
         t = row["tuning"]
         print(
             f"{row['cache']:9}{row['batch']:4} x {row['valid_rows']:5} "
-            f"{'auto' if row['narrow'] is None else 'narrow' if row['narrow'] else 'wide':7}"
+            f"{'narrow' if row['narrow'] else 'wide ' + str(row['segments_per_warp']):7}"
             f"seg {t['segment_rows']} buf {t['buffers']} warps {t['wide_warps']} "
             f"pre {t['l2_prefetch_bytes']:3} regs {row['registers']} "
             f"local {row['local_bytes']:3}: {row['layers_us'] / 1e3:7.3f} ms "

@@ -20,7 +20,7 @@
 #include "ring_tensor.cuh"
 #endif
 
-constexpr int WIDE_WARPS = 4;
+constexpr int WIDE_WARPS = 2;
 constexpr int CHUNKS = SEGMENT_ROWS / CHUNK_ROWS;
 constexpr int HELD = STATES * (SUMS + 2);  // floats per lane in a partial
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void write_output(const RingParams& a, const Work& wo
     for (int s = 0; s < STATES; ++s) {
         int query = work.first_query + lane_query(lane, s);
         if (query >= work.queries) continue;
-        long long row = (long long)work.b * a.rows_per_step + query / group;
+        long long row = (long long)work.b * STEP_ROWS + query / group;
         long long at = row * a.out_stride + (work.head * group + query % group) * D;
         float weight = __fdiv_rn(scale, state.l[s]);
 #pragma unroll
@@ -74,85 +74,118 @@ __device__ __forceinline__ void write_output(const RingParams& a, const Work& wo
     }
 }
 
-// One warp hands in a finished segment; the last of the row's segments folds the row.
-__device__ __forceinline__ void finish_segment(const RingParams& a, const Work& work,
-                                               const State& state, int segment, int segments,
-                                               int row) {
+__device__ __forceinline__ int line_segments(const RingClock& clock) {
+    return (clock.valid + SEGMENT_ROWS - 1) / SEGMENT_ROWS;
+}
+
+// Where a line's partials begin, and how they are spread over lanes.
+struct Partials {
+    float* line;
+    int stride, held, index;
+    bool holds;
+};
+
+__device__ __forceinline__ Partials find_partials(const RingParams& a, const Work& work,
+                                                  int line_index) {
     int lane = threadIdx.x % LANES;
     int queries = min(4, work.queries - work.first_query);
-    bool holds = lane_holds(lane, queries);
+    Partials at;
+    at.holds = lane_holds(lane, queries);
+    at.held = held_lanes(queries);
+    at.index = held_index(lane, queries);
+    at.stride = held_lanes(min(4, work.queries)) * HELD;
+    at.line = a.partials + (long long)line_index * a.segments * at.stride;
+    return at;
+}
+
+// A warp hands in a finished segment; the only segment of its line is the output.
+__device__ __forceinline__ void emit_segment(const RingParams& a, const RingClock& clock,
+                                             const Work& work, const Partials& at,
+                                             const State& state) {
+    if (!at.holds) return;
+    if (line_segments(clock) == 1) {
+        State total;
+        clear(total);
+        fold(total, state);
+        write_output(a, work, total);
+    } else {
+        store_partial(at.line + (long long)work.segment * at.stride, state, at.held, at.index);
+    }
+}
+
+// After a warp has handed in ``done`` segments; whoever completes the line folds it.
+__device__ __forceinline__ void arrive(const RingParams& a, const RingClock& clock,
+                                       const Work& work, const Partials& at, int line_index,
+                                       int done) {
+    int lane = threadIdx.x % LANES, segments = line_segments(clock);
+    if (segments == 1) return;
+    __threadfence();
+    __syncwarp();
+    u32 before = 0;
+    if (lane == 0) before = atomicAdd(&a.arrivals[line_index], (u32)done);
+    before = __shfl_sync(~0u, before, 0);
+    if (before + (u32)done != (u32)segments) return;
+    __threadfence();
+    if (lane == 0) a.arrivals[line_index] = 0;
+    if (!at.holds) return;
     State total;
     clear(total);
-    if (segments == 1) {
-        fold(total, state);
-    } else {
-        int held = held_lanes(queries), index = held_index(lane, queries);
-        int held_most = held_lanes(min(4, work.queries));
-        float* row_partials = a.partials + (long long)row * a.segments * held_most * HELD;
-        float* own = row_partials + (long long)segment * held_most * HELD;
-        if (holds) store_partial(own, state, held, index);
-        __threadfence();
-        __syncwarp();
-        u32 before = 0;
-        if (lane == 0) before = atomicAdd(&a.arrivals[row], 1u);
-        before = __shfl_sync(~0u, before, 0);
-        if (before != (u32)segments - 1) return;
-        __threadfence();
-        if (lane == 0) a.arrivals[row] = 0;
-        if (holds) {
-#pragma unroll 2
-            for (int s = 0; s < segments; ++s) {
-                State part;
-                load_partial(part, row_partials + (long long)s * held_most * HELD, held, index);
-                fold(total, part);
-            }
-        }
+    // Several partials under way at a time: with few sessions everyone waits for this.
+    constexpr int TOGETHER = STATES * SUMS <= 16 ? 4 : 2;
+    for (int s = 0; s < segments; s += TOGETHER) {
+        State part[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (s + i < segments)
+                load_partial(part[i], at.line + (long long)(s + i) * at.stride, at.held,
+                             at.index);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (s + i < segments) fold(total, part[i]);
     }
-    if (holds) write_output(a, work, total);
+    write_output(a, work, total);
 }
 
 // A line is one group of query rows of one KV head. False: nothing to do for this segment.
 __device__ __forceinline__ bool find_work(const RingParams& a, int b, int segment, int line,
-                                          float* query_rows, RingClock& clock, Work& work) {
-    int slot = a.slots[b];
+                                          float* shared, RingClock& clock, Work& work) {
+    work.slot = a.slots[b];
     clock = ring_clock(a, b);
     work.b = b;
     work.head = line / a.query_groups;
     work.first_query = line % a.query_groups * 4;
-    work.queries = a.rows_per_step * (a.query_heads / a.kv_heads);
-    work.begin = segment * SEGMENT_ROWS;
-    work.rows = min(SEGMENT_ROWS, clock.valid - work.begin);
-    work.query_rows = query_rows;
-    if (slot < 0 || work.rows <= 0) return false;
-    long long offset = row_offset(a, slot, work.begin) + (long long)work.head * HEAD_BYTES;
-    work.k = (char*)a.k_cache + offset;
-    work.v = (char*)a.v_cache + offset;
+    work.queries = STEP_ROWS * (a.query_heads / a.kv_heads);
+    work.shared = shared;
+    if (work.slot < 0 || segment * SEGMENT_ROWS >= clock.valid) return false;
+    move_work(work, a, clock, segment);
     return true;
 }
 
 extern "C" __global__ void __launch_bounds__(WIDE_WARPS* LANES, RING_WIDE_WARPS / WIDE_WARPS)
     ring_attention_wide(const __grid_constant__ RingParams a) {
-    __shared__ float query_rows[WIDE_WARPS][4 * D];
+    __shared__ __align__(16) float shared[WIDE_WARPS][WARP_FLOATS];
     int warp = threadIdx.x / LANES;
     int lines = a.kv_heads * a.query_groups;
     int blocks = (lines + WIDE_WARPS - 1) / WIDE_WARPS;
+    int runs = (a.segments + a.segments_per_warp - 1) / a.segments_per_warp;
     int line = blockIdx.x % blocks * WIDE_WARPS + warp;
-    int segment = blockIdx.x / blocks % a.segments;
-    int b = blockIdx.x / blocks / a.segments;
+    int segment = blockIdx.x / blocks % runs * a.segments_per_warp;
+    int b = blockIdx.x / blocks / runs;
     RingClock clock;
     Work work;
-    if (line >= lines || !find_work(a, b, segment, line, query_rows[warp], clock, work)) return;
-    if (a.write_rows) write_new_rows(a, clock, work, 0, SEGMENT_ROWS);
-    State state;
-    clear(state);
-    attend(state, a, clock, work, 0, work.rows);
-    finish_segment(a, work, state, segment, (clock.valid + SEGMENT_ROWS - 1) / SEGMENT_ROWS,
-                   b * lines + line);
+    if (line >= lines || !find_work(a, b, segment, line, shared[warp], clock, work)) return;
+    int end = min(segment + a.segments_per_warp, line_segments(clock));
+    if (a.write_rows) write_new_rows(a, clock, work, segment * SEGMENT_ROWS, end * SEGMENT_ROWS);
+    Partials at = find_partials(a, work, b * lines + line);
+    attend<false>(a, clock, work, 0, end, [&](const State& state) {
+        emit_segment(a, clock, work, at, state);
+    });
+    arrive(a, clock, work, at, b * lines + line, end - segment);
 }
 
 extern "C" __global__ void __launch_bounds__(CHUNKS* LANES, RING_NARROW_WARPS / CHUNKS)
     ring_attention_narrow(const __grid_constant__ RingParams a) {
-    __shared__ float query_rows[CHUNKS][4 * D];
+    __shared__ __align__(16) float shared[CHUNKS][WARP_FLOATS];
     __shared__ float partials[CHUNKS][LANES * HELD];
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     int lines = a.kv_heads * a.query_groups;
@@ -161,28 +194,24 @@ extern "C" __global__ void __launch_bounds__(CHUNKS* LANES, RING_NARROW_WARPS / 
     int b = blockIdx.x / lines / a.segments;
     RingClock clock;
     Work work;
-    if (!find_work(a, b, segment, line, query_rows[warp], clock, work)) return;  // whole block
-    int first = warp * CHUNK_ROWS;
+    if (!find_work(a, b, segment, line, shared[warp], clock, work)) return;  // whole block
+    int first = warp * CHUNK_ROWS, begin = work.begin + first;
     int chunks = (work.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
     State state;
     clear(state);
     if (warp < chunks) {
-        if (a.write_rows) write_new_rows(a, clock, work, first, first + CHUNK_ROWS);
-        State chunk;
-        clear(chunk);
-        attend(chunk, a, clock, work, first, min(first + CHUNK_ROWS, work.rows));
+        if (a.write_rows) write_new_rows(a, clock, work, begin, begin + CHUNK_ROWS);
+        attend<true>(a, clock, work, first, segment + 1, [&](const State& x) { state = x; });
         if (warp > 0) {
             float* at = partials[warp] + lane;
 #pragma unroll
             for (int q = 0; q < STATES; ++q) {
-                at[(q * (SUMS + 2)) * LANES] = chunk.m[q];
-                at[(q * (SUMS + 2) + 1) * LANES] = chunk.l[q];
+                at[(q * (SUMS + 2)) * LANES] = state.m[q];
+                at[(q * (SUMS + 2) + 1) * LANES] = state.l[q];
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i)
-                    at[(q * (SUMS + 2) + 2 + i) * LANES] = chunk.sum[q][i];
+                    at[(q * (SUMS + 2) + 2 + i) * LANES] = state.sum[q][i];
             }
-        } else {
-            state = chunk;
         }
     }
     __syncthreads();
@@ -200,29 +229,20 @@ extern "C" __global__ void __launch_bounds__(CHUNKS* LANES, RING_NARROW_WARPS / 
         }
         fold(state, chunk);
     }
-    finish_segment(a, work, state, segment, (clock.valid + SEGMENT_ROWS - 1) / SEGMENT_ROWS,
-                   b * lines + line);
+    Partials at = find_partials(a, work, b * lines + line);
+    emit_segment(a, clock, work, at, state);
+    arrive(a, clock, work, at, b * lines + line, 1);
 }
 
 // One warp per KV head of one session; the grid is (batch, kv_heads).
 extern "C" __global__ void __launch_bounds__(LANES)
     ring_write(const __grid_constant__ RingParams a) {
-    int b = blockIdx.x, slot = a.slots[b];
-    if (slot < 0) return;
+    int b = blockIdx.x;
+    Work work = {};
+    work.b = b;
+    work.slot = a.slots[b];
+    work.head = blockIdx.y;
+    if (work.slot < 0) return;
     RingClock clock = ring_clock(a, b);
-    int previous = -1;
-    for (int p = 0; p < a.rows_per_step; ++p) {
-        int row = clock.start + p;
-        if (row >= a.capacity) row -= a.capacity;
-        if (row / SEGMENT_ROWS == previous) continue;  // the segment's rows went together
-        previous = row / SEGMENT_ROWS;
-        Work work = {};
-        work.b = b;
-        work.head = blockIdx.y;
-        work.begin = previous * SEGMENT_ROWS;
-        long long offset = row_offset(a, slot, work.begin) + (long long)work.head * HEAD_BYTES;
-        work.k = (char*)a.k_cache + offset;
-        work.v = (char*)a.v_cache + offset;
-        write_new_rows(a, clock, work, 0, SEGMENT_ROWS);
-    }
+    write_new_rows(a, clock, work, 0, a.capacity);
 }

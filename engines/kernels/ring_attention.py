@@ -51,7 +51,7 @@ SOURCE = Path(__file__).with_name("ring_attention.cu")
 PAGE_ROWS = 256  # ring_rows.cuh: 2 MiB of bfloat16 rows of 32 heads x 128
 MAX_ROWS_PER_STEP = 4
 QUERIES_PER_WARP = 4  # query columns of one tensor-core operand, two parts each
-WIDE_WARPS = 4  # ring_attention.cu
+WIDE_WARPS = 2  # ring_attention.cu
 
 
 class RingShapeError(ValueError):
@@ -178,6 +178,7 @@ class RingShape:
             "RING_CACHE": int(self.cache),
             "RING_HEAD_DIM": self.head_dim,
             "RING_QUERIES": queries,
+            "RING_STEP_ROWS": self.rows_per_step,
             "RING_SEGMENT_ROWS": self.tuning.segment_rows,
             "RING_BUFFERS": self.tuning.buffers,
             "RING_WIDE_WARPS": self.tuning.wide_warps,
@@ -201,7 +202,7 @@ class RingParams(ctypes.Structure):
         *[
             (name, ctypes.c_int)
             for name in (
-                "row_stride_bytes q_stride k_stride v_stride out_stride batch rows_per_step "
+                "row_stride_bytes q_stride k_stride v_stride out_stride batch segments_per_warp "
                 "query_heads kv_heads capacity segments pages_per_slot query_groups write_rows"
             ).split()
         ],
@@ -229,7 +230,7 @@ def ring_params(shape: RingShape, batch: int, **given: int) -> RingParams:
     fields.update(given)
     return RingParams(
         batch=batch,
-        rows_per_step=shape.rows_per_step,
+        segments_per_warp=1,  # set by the launch
         query_heads=shape.query_heads,
         kv_heads=shape.kv_heads,
         capacity=shape.capacity,
@@ -241,26 +242,43 @@ def ring_params(shape: RingShape, batch: int, **given: int) -> RingParams:
     )
 
 
-def is_narrow(shape: RingShape, batch: int, multiprocessors: int) -> bool:
-    """True where a warp per segment would leave multiprocessors short of loads in flight.
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How one layer's work is spread over warps: a choice of speed alone, bits do not change."""
 
-    A choice of speed alone: both entry points give the same bits.
+    narrow: bool
+    """A warp per chunk, a block per segment; else a warp per ``segments_per_warp``."""
+    segments_per_warp: int = 1
+
+
+def choose_spread(shape: RingShape, batch: int, multiprocessors: int) -> Spread:
+    """Narrow where a warp per segment would leave multiprocessors short of loads in flight.
+
+    Otherwise a warp takes as many segments in a row as leave about 4 warps for every one that
+    can be resident: starting a warp costs it about 3 us without loads, and too few long ones end
+    at different times.
     """
     resident = multiprocessors * shape.tuning.wide_warps
-    return batch * shape.lines * shape.segments < 2 * resident
+    warps = batch * shape.lines * shape.segments
+    if warps < 2 * resident:
+        return Spread(narrow=True)
+    return Spread(False, max(1, min(4, warps // (4 * resident))))
 
 
-def plan_launches(shape: RingShape, batch: int, narrow: bool) -> Iterator[tuple[str, LaunchShape]]:
+def plan_launches(
+    shape: RingShape, batch: int, spread: Spread
+) -> Iterator[tuple[str, LaunchShape]]:
     """Kernel names and launch shapes of one layer, in order."""
     if shape.query_groups > 1:
         yield "ring_write", LaunchShape((batch, shape.kv_heads, 1), (32, 1, 1))
-    rows = batch * shape.segments
-    if narrow:
+    if spread.narrow:
+        blocks = batch * shape.segments * shape.lines
         warps = shape.tuning.segment_rows // shape.cache.chunk_rows
-        yield "ring_attention_narrow", LaunchShape((rows * shape.lines, 1, 1), (32 * warps, 1, 1))
+        yield "ring_attention_narrow", LaunchShape((blocks, 1, 1), (32 * warps, 1, 1))
     else:
-        blocks = -(-shape.lines // WIDE_WARPS)
-        yield "ring_attention_wide", LaunchShape((rows * blocks, 1, 1), (32 * WIDE_WARPS, 1, 1))
+        runs = -(-shape.segments // spread.segments_per_warp)
+        blocks = batch * runs * -(-shape.lines // WIDE_WARPS)
+        yield "ring_attention_wide", LaunchShape((blocks, 1, 1), (32 * WIDE_WARPS, 1, 1))
 
 
 class RingKernels:
@@ -273,12 +291,13 @@ class RingKernels:
         names = ("ring_write", "ring_attention_narrow", "ring_attention_wide")
         self.functions: dict[str, Function] = {n: self._module.function(n) for n in names}
 
-    def launch(self, params: RingParams, stream: Stream, narrow: bool | None = None) -> None:
-        """Enqueue one layer's step; parameters are copied. ``narrow`` overrides the choice."""
+    def launch(self, params: RingParams, stream: Stream, spread: Spread | None = None) -> None:
+        """Enqueue one layer's step; parameters are copied. ``spread`` overrides the choice."""
         batch: int = params.batch
-        if narrow is None:
-            narrow = is_narrow(self.shape, batch, self._multiprocessors)
-        for name, launch in plan_launches(self.shape, batch, narrow):
+        if spread is None:
+            spread = choose_spread(self.shape, batch, self._multiprocessors)
+        params.segments_per_warp = spread.segments_per_warp
+        for name, launch in plan_launches(self.shape, batch, spread):
             self.functions[name].launch(launch, params, stream)
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ constexpr int BUFFERS = RING_BUFFERS < UNITS ? RING_BUFFERS : UNITS;
 constexpr int LANE_ROWS = CHUNK_ROWS / LOAD_ROWS;
 static_assert(UNITS % BUFFERS == 0, "buffers must divide a chunk's units");
 
+constexpr int WARP_FLOATS = 4 * D;  // rotated queries
+
 using State = Partial<STATES, SUMS>;
 
 __device__ __forceinline__ bool lane_holds(int lane, int) { return lane < ROW_LANES; }
@@ -36,14 +38,14 @@ struct Unit {
 
 // Rows past the last valid one are read as the last valid one and masked later: what lies
 // beyond may be anything, or not be there at all.
-__device__ __forceinline__ void load_unit(Unit& unit, int u, const Work& work, int first,
-                                          int stride) {
+__device__ __forceinline__ void load_unit(Unit& unit, int u, const RingParams& a,
+                                          const Work& work, int first) {
     int lane = threadIdx.x % LANES;
-    const char* base = u < HALF_UNITS ? work.k : work.v;
+    const char* base = (const char*)(u < HALF_UNITS ? a.k_cache : a.v_cache) + work.offset;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         int row = first + u % HALF_UNITS * UNIT_ROWS + i * LOAD_ROWS + lane / ROW_LANES;
-        const char* from = base + (long long)min(row, work.rows - 1) * stride;
+        const char* from = base + (long long)min(row, work.rows - 1) * a.row_stride_bytes;
         unit.x[i] = load_ring16(from + lane % ROW_LANES * 16);
     }
 }
@@ -53,23 +55,35 @@ __device__ __forceinline__ float4 as_floats(const uint4& x) {
                        __uint_as_float(x.w));
 }
 
-// Fold the chunks that start at rows ``first``, ``first + CHUNK_ROWS``, ... before ``end`` into
-// ``state``, in that order.
-__device__ __forceinline__ void attend(State& state, const RingParams& a, const RingClock& clock,
-                                       const Work& work, int first, int end) {
-    int lane = threadIdx.x % LANES, stride = a.row_stride_bytes;
+// Attend over whole segments from ``work``'s up to ``segment_end``, ring rows in order, and call
+// ``emit(state)`` after each; or, NARROW, over the one chunk at ``first``. ``work`` moves along.
+template <bool NARROW, class Emit>
+__device__ __forceinline__ void attend(const RingParams& a, const RingClock& clock, Work& work,
+                                       int first, int segment_end, Emit emit) {
+    int lane = threadIdx.x % LANES;
     int group = a.query_heads / a.kv_heads;
     Unit buffer[BUFFERS];
 #pragma unroll
-    for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, work, first, stride);
+    for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, a, work, first);
     load_queries(a, clock, work);  // while the first units are under way
     float4 query[STATES];
 #pragma unroll
     for (int q = 0; q < STATES; ++q)
-        query[q] = *(const float4*)(work.query_rows + q * D + lane % ROW_LANES * 4);
+        query[q] = *(const float4*)(work.shared + q * D + lane % ROW_LANES * 4);
 
-    for (; first < end; first += CHUNK_ROWS) {
-        bool more = first + CHUNK_ROWS < end;
+    State state;
+    clear(state);
+    while (true) {
+        // Where the next chunk lies: its loads start before this one is done.
+        Work next = work;
+        int next_first = first + CHUNK_ROWS;
+        bool ends = NARROW || next_first >= work.rows;
+        bool more = !ends;
+        if (!NARROW && ends) {
+            more = work.segment + 1 < segment_end;
+            next_first = 0;
+            if (more) move_work(next, a, clock, work.segment + 1);
+        }
         float s[LANE_ROWS][STATES];
         State chunk;
         clear(chunk);
@@ -83,10 +97,9 @@ __device__ __forceinline__ void attend(State& state, const RingParams& a, const 
                     for (int i = 0; i < LANE_ROWS; ++i) {
                         int row = first + i * LOAD_ROWS + lane / ROW_LANES;
                         bool hidden = row >= work.rows;
-                        if (a.rows_per_step > 1)
-                            hidden = hidden || is_future_row(work.begin + row,
-                                                             (work.first_query + q) / group,
-                                                             clock, a);
+                        if (STEP_ROWS > 1)
+                            hidden |= is_future_row(work.begin + row,
+                                                    (work.first_query + q) / group, clock, a);
                         s[i][q] = hidden ? -infinity() : __fmul_rn(s[i][q], a.score_scale);
                         m = fmaxf(m, s[i][q]);
                     }
@@ -127,10 +140,9 @@ __device__ __forceinline__ void attend(State& state, const RingParams& a, const 
                 }
             }
             if (u + BUFFERS < UNITS)
-                load_unit(buffer[u % BUFFERS], u + BUFFERS, work, first, stride);
+                load_unit(buffer[u % BUFFERS], u + BUFFERS, a, work, first);
             else if (more)
-                load_unit(buffer[u % BUFFERS], u + BUFFERS - UNITS, work, first + CHUNK_ROWS,
-                          stride);
+                load_unit(buffer[u % BUFFERS], u + BUFFERS - UNITS, a, next, next_first);
         }
         if (LOAD_ROWS == 2) {
 #pragma unroll
@@ -141,5 +153,12 @@ __device__ __forceinline__ void attend(State& state, const RingParams& a, const 
                                                 __shfl_xor_sync(~0u, chunk.sum[q][i], 16));
         }
         fold(state, chunk);
+        if (ends) {
+            emit(state);
+            clear(state);
+        }
+        if (!more) break;
+        work = next;
+        first = next_first;
     }
 }

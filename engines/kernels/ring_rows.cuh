@@ -7,6 +7,7 @@
 // Compiled with these macros (ring_attention.py sets them):
 //   RING_CACHE     0 bfloat16, 1 float8 e4m3, 2 int8, 3 float32 (then inputs and output are float32 too)
 //   RING_HEAD_DIM  64 or 128
+//   RING_STEP_ROWS rows written and queries asked per step, 1..4
 //   RING_QUERIES   float32 only: query rows held by one warp, 1..4
 //   RING_SEGMENT_ROWS, RING_BUFFERS, RING_WIDE_WARPS, RING_NARROW_WARPS, RING_L2_PREFETCH
 //                  see RingTuning in ring_attention.py
@@ -22,6 +23,7 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 
 constexpr int D = RING_HEAD_DIM;
+constexpr int STEP_ROWS = RING_STEP_ROWS;
 constexpr int ELEMENT_BYTES = RING_CACHE == CACHE_FP32 ? 4 : RING_CACHE == CACHE_BF16 ? 2 : 1;
 constexpr int IO_BYTES = RING_CACHE == CACHE_FP32 ? 4 : 2;
 constexpr int HEAD_BYTES = D * ELEMENT_BYTES;
@@ -53,7 +55,7 @@ struct RingParams {
     int v_stride;
     int out_stride;
     int batch;
-    int rows_per_step;
+    int segments_per_warp;
     int query_heads;
     int kv_heads;
     int capacity;
@@ -84,7 +86,7 @@ __device__ __forceinline__ RingClock ring_clock(const RingParams& a, int b) {
     RingClock clock;
     clock.position = (u32)a.positions[b];
     clock.start = (int)(clock.position % (u32)a.capacity);
-    u64 written = (u64)clock.position + (u64)a.rows_per_step;
+    u64 written = (u64)clock.position + (u64)STEP_ROWS;
     clock.valid = written < (u64)a.capacity ? (int)written : a.capacity;
     return clock;
 }
@@ -95,17 +97,18 @@ __device__ __forceinline__ bool is_future_row(int row, int query, const RingCloc
                                               const RingParams& a) {
     int age = row - clock.start;
     if (age < 0) age += a.capacity;
-    return age < a.rows_per_step && age > query;
+    return age < STEP_ROWS && age > query;
 }
 
 // One warp's share: some rows of one segment, for one group of up to 4 query rows of one KV head.
 struct Work {
     int b, head;
-    int first_query, queries;  // of rows_per_step * query_heads / kv_heads
+    int first_query, queries;  // of STEP_ROWS * query_heads / kv_heads
+    int slot, segment;
     int begin;                 // ring row where the segment begins; rows count from there
     int rows;                  // valid rows in the segment
-    char *k, *v;               // this head of the segment's first row
-    float* query_rows;         // (4, D) of shared memory, this warp's
+    long long offset;          // bytes into k_cache and v_cache of this head of row ``begin``
+    float* shared;             // WARP_FLOATS of shared memory, this warp's
 };
 
 // What is known of a softmax over some rows: maximum (of scores in powers of two), sum, weighted
@@ -150,6 +153,15 @@ __device__ __forceinline__ long long row_offset(const RingParams& a, int slot, i
         return ((long long)page * PAGE_ROWS + row % PAGE_ROWS) * a.row_stride_bytes;
     }
     return (long long)slot * a.slot_stride_bytes + (long long)row * a.row_stride_bytes;
+}
+
+// Point ``work`` at another segment of the same session and head.
+__device__ __forceinline__ void move_work(Work& work, const RingParams& a, const RingClock& clock,
+                                          int segment) {
+    work.segment = segment;
+    work.begin = segment * SEGMENT_ROWS;
+    work.rows = min(SEGMENT_ROWS, clock.valid - work.begin);
+    work.offset = row_offset(a, work.slot, work.begin) + work.head * HEAD_BYTES;
 }
 
 __device__ __forceinline__ float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
@@ -204,29 +216,28 @@ __device__ __forceinline__ void store_pair(char* head, int pair, float2 x, float
     }
 }
 
-// One warp stores those of the step's rows that fall into rows [first, end) of its segment.
+// One warp stores those of the step's rows that fall into ring rows [begin, end).
 __device__ __forceinline__ void write_new_rows(const RingParams& a, const RingClock& clock,
-                                               const Work& work, int first, int end) {
+                                               const Work& work, int begin, int end) {
     int lane = threadIdx.x % LANES;
     bool scaled = RING_CACHE == CACHE_E4M3 || RING_CACHE == CACHE_INT8;
-    float k_scale = scaled ? a.k_scale[work.head] : 1.0f;
-    float v_scale = scaled ? a.v_scale[work.head] : 1.0f;
 #pragma unroll 1
-    for (int p = 0; p < a.rows_per_step; ++p) {
+    for (int p = 0; p < STEP_ROWS; ++p) {
         int row = clock.start + p;
         if (row >= a.capacity) row -= a.capacity;
-        row -= work.begin;
-        if (row < first || row >= end) continue;
-        long long source = (long long)work.b * a.rows_per_step + p;
-        long long target = (long long)row * a.row_stride_bytes;
+        if (row < begin || row >= end) continue;
+        float k_scale = scaled ? a.k_scale[work.head] : 1.0f;
+        float v_scale = scaled ? a.v_scale[work.head] : 1.0f;
+        long long source = (long long)work.b * STEP_ROWS + p;
+        long long target = row_offset(a, work.slot, row) + work.head * HEAD_BYTES;
 #pragma unroll 1
         for (int pair = lane; pair < D / 2; pair += LANES) {
             float2 key = load_pair(a.k_new, source * a.k_stride + work.head * D + 2 * pair);
             float2 value = load_pair(a.v_new, source * a.v_stride + work.head * D + 2 * pair);
             if (a.rope_frequency != nullptr)
                 key = rotate(key, clock.position + (u32)p, a.rope_frequency[pair]);
-            store_pair(work.k + target, pair, key, k_scale);
-            store_pair(work.v + target, pair, value, v_scale);
+            store_pair((char*)a.k_cache + target, pair, key, k_scale);
+            store_pair((char*)a.v_cache + target, pair, value, v_scale);
         }
     }
     __syncwarp();  // the warp reads these rows next
@@ -244,7 +255,7 @@ __device__ __forceinline__ void load_queries(const RingParams& a, const RingCloc
         bool present = query < work.queries;
         int p = present ? query / group : 0;
         int query_head = work.head * group + (present ? query % group : 0);
-        long long source = ((long long)work.b * a.rows_per_step + p) * a.q_stride + query_head * D;
+        long long source = ((long long)work.b * STEP_ROWS + p) * a.q_stride + query_head * D;
         for (int pair = lane; pair < D / 2; pair += LANES) {
             float2 x = make_float2(0.0f, 0.0f);
             if (present) {
@@ -252,7 +263,7 @@ __device__ __forceinline__ void load_queries(const RingParams& a, const RingCloc
                 if (a.rope_frequency != nullptr)
                     x = rotate(x, clock.position + (u32)p, a.rope_frequency[pair]);
             }
-            ((float2*)(work.query_rows + r * D))[pair] = x;
+            ((float2*)(work.shared + r * D))[pair] = x;
         }
     }
     __syncwarp();

@@ -26,6 +26,12 @@ static_assert(UNITS % BUFFERS == 0, "buffers must divide a chunk's units");
 
 using State = Partial<STATES, SUMS>;
 
+// A warp's shared memory: the query operand, then the state. Both wait there while the other half
+// of a chunk has the registers; a lane reads back only what it wrote.
+constexpr int QUERY_WORDS = D / 8;  // per lane: D / 16 operands of two registers
+constexpr int WARP_FLOATS = LANES * (QUERY_WORDS + SUMS + 2);
+static_assert(LANES * QUERY_WORDS >= 4 * D, "rotated queries lie there first");
+
 struct Query {
     u32 b[D / 16][2];
 };
@@ -117,23 +123,70 @@ __device__ __forceinline__ void widen(u32 bytes, u32& low, u32& high) {
 #endif
 }
 
-// Registers of the query operand: column n = 2 * query + part, part 0 the rounded value and
-// part 1 what rounding lost.
-__device__ __forceinline__ void split_queries(Query& query, const float* rows) {
+// Turn the rotated queries in shared memory into this lane's registers of the query operand, in
+// the same place: column n = 2 * query + part, part 0 the rounded value and part 1 what rounding
+// lost.
+__device__ __forceinline__ void split_queries(float* shared) {
     int lane = threadIdx.x % LANES, g = lane / 4, c = lane % 4;
+    Query query;
 #pragma unroll
     for (int f = 0; f < D / 16; ++f) {
         int d = IS_BF16 ? f / 2 * 32 + 8 * c + f % 2 * 4 : f / 4 * 64 + 16 * c + f % 4 * 4;
-        float4 x = *(const float4*)(rows + g / 2 * D + d);
+        float4 x = *(const float4*)(shared + g / 2 * D + d);
         u32 b0 = pack(x.x, x.y), b1 = pack(x.z, x.w);
-        if (g % 2 == 1) {
-            float2 h0 = unpack(b0), h1 = unpack(b1);
-            b0 = pack(x.x - h0.x, x.y - h0.y);
-            b1 = pack(x.z - h1.x, x.w - h1.y);
-        }
-        query.b[f][0] = b0;
-        query.b[f][1] = b1;
+        float2 h0 = unpack(b0), h1 = unpack(b1);
+        u32 rest0 = pack(__fsub_rn(x.x, h0.x), __fsub_rn(x.y, h0.y));
+        u32 rest1 = pack(__fsub_rn(x.z, h1.x), __fsub_rn(x.w, h1.y));
+        query.b[f][0] = g % 2 == 0 ? b0 : rest0;
+        query.b[f][1] = g % 2 == 0 ? b1 : rest1;
     }
+    __syncwarp();
+#pragma unroll
+    for (int f = 0; f < D / 16; f += 2)
+        ((uint4*)shared)[f / 2 * LANES + lane] = make_uint4(
+            query.b[f][0], query.b[f][1], query.b[f + 1][0], query.b[f + 1][1]);
+    __syncwarp();
+}
+
+__device__ __forceinline__ u32 shared_address(const float* shared) {
+    return (u32)__cvta_generic_to_shared(shared);
+}
+
+// Volatile, so that the compiler does not keep the operand in registers from chunk to chunk.
+__device__ __forceinline__ void recall_query(Query& query, const float* shared) {
+    u32 at = shared_address(shared) + threadIdx.x % LANES * 16;
+#pragma unroll
+    for (int f = 0; f < D / 16; f += 2)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(query.b[f][0]), "=r"(query.b[f][1]), "=r"(query.b[f + 1][0]),
+                       "=r"(query.b[f + 1][1])
+                     : "r"(at + f / 2 * LANES * 16));
+}
+
+__device__ __forceinline__ void keep_state(const State& state, float* shared) {
+    float* at = shared + LANES * QUERY_WORDS + threadIdx.x % LANES * 4;
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4)
+        *(float4*)(at + i * LANES) = make_float4(state.sum[0][i], state.sum[0][i + 1],
+                                                 state.sum[0][i + 2], state.sum[0][i + 3]);
+    at = shared + LANES * (QUERY_WORDS + SUMS) + threadIdx.x % LANES * 2;
+    *(float2*)at = make_float2(state.m[0], state.l[0]);
+}
+
+__device__ __forceinline__ void recall_state(State& state, const float* shared) {
+    u32 at = shared_address(shared + LANES * QUERY_WORDS) + threadIdx.x % LANES * 16;
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(state.sum[0][i]), "=f"(state.sum[0][i + 1]),
+                       "=f"(state.sum[0][i + 2]), "=f"(state.sum[0][i + 3])
+                     : "r"(at + i * LANES * 4)
+                     : "memory");
+    at = shared_address(shared + LANES * (QUERY_WORDS + SUMS)) + threadIdx.x % LANES * 8;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(state.m[0]), "=f"(state.l[0])
+                 : "r"(at)
+                 : "memory");
 }
 
 struct Unit {
@@ -146,9 +199,12 @@ __device__ __forceinline__ const char* row_at(const char* base, int row, int row
     return base + (long long)min(row, rows - 1) * stride;
 }
 
-__device__ __forceinline__ void load_unit(Unit& unit, int u, const char* k, const char* v,
-                                          int first, int rows, int stride) {
+__device__ __forceinline__ void load_unit(Unit& unit, int u, const RingParams& a,
+                                          const Work& work, int first) {
     int lane = threadIdx.x % LANES, g = lane / 4, c = lane % 4;
+    int rows = work.rows, stride = a.row_stride_bytes;
+    const char* k = (const char*)a.k_cache + work.offset;
+    const char* v = (const char*)a.v_cache + work.offset;
     if (u < HALF_UNITS) {
         int row = first + u / SPANS * UNIT_ROWS, offset = u % SPANS * SPAN_BYTES;
 #pragma unroll
@@ -254,8 +310,7 @@ __device__ __forceinline__ void soften(State& chunk, u32 p[CHUNK_ROWS / 16][2],
             int row = first + 16 * t + 8 * y + g;
             float x = __fmul_rn(__fadd_rn(scores[t][2 * y], scores[t][2 * y + 1]), scale);
             bool hidden = row >= work.rows;
-            if (a.rows_per_step > 1)
-                hidden = hidden || is_future_row(work.begin + row, position, clock, a);
+            if (STEP_ROWS > 1) hidden |= is_future_row(work.begin + row, position, clock, a);
             s[t][y] = hidden ? -infinity() : x;
             m = fmaxf(m, s[t][y]);
         }
@@ -277,26 +332,39 @@ __device__ __forceinline__ void soften(State& chunk, u32 p[CHUNK_ROWS / 16][2],
     chunk.l[0] = l;
 }
 
-// Fold the chunks that start at rows ``first``, ``first + CHUNK_ROWS``, ... before ``end`` into
-// ``state``, in that order.
-__device__ __forceinline__ void attend(State& state, const RingParams& a, const RingClock& clock,
-                                       const Work& work, int first, int end) {
-    int stride = a.row_stride_bytes, rows = work.rows;
+// Attend over whole segments from ``work``'s up to ``segment_end``, ring rows in order, and call
+// ``emit(state)`` after each; or, NARROW, over the one chunk at ``first``. ``work`` moves along.
+template <bool NARROW, class Emit>
+__device__ __forceinline__ void attend(const RingParams& a, const RingClock& clock, Work& work,
+                                       int first, int segment_end, Emit emit) {
     float scale = a.score_scale;
     if (RING_CACHE != CACHE_BF16) scale = __fmul_rn(scale, a.k_scale[work.head]);
     Unit buffer[BUFFERS];
 #pragma unroll
-    for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, work.k, work.v, first, rows, stride);
+    for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, a, work, first);
     load_queries(a, clock, work);  // while the first units are under way
-    Query query;
-    split_queries(query, work.query_rows);
+    split_queries(work.shared);
     int position = (work.first_query + (int)(threadIdx.x % 4)) / (a.query_heads / a.kv_heads);
 
-    for (; first < end; first += CHUNK_ROWS) {
-        bool more = first + CHUNK_ROWS < end;
+    State state;
+    clear(state);
+    if (!NARROW) keep_state(state, work.shared);
+    while (true) {
+        // Where the next chunk lies: its loads start before this one is done.
+        Work next = work;
+        int next_first = first + CHUNK_ROWS;
+        bool ends = NARROW || next_first >= work.rows;
+        bool more = !ends;
+        if (!NARROW && ends) {
+            more = work.segment + 1 < segment_end;
+            next_first = 0;
+            if (more) move_work(next, a, clock, work.segment + 1);
+        }
         float scores[CHUNK_ROWS / 16][4] = {}, sums[SUMS / 2][4] = {};
         u32 p[CHUNK_ROWS / 16][2];
         State chunk;
+        Query query;
+        recall_query(query, work.shared);
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             if (u == HALF_UNITS) soften(chunk, p, scores, first, work, position, clock, a, scale);
@@ -305,16 +373,24 @@ __device__ __forceinline__ void attend(State& state, const RingParams& a, const 
             else
                 value_unit(sums, u - HALF_UNITS, buffer[u % BUFFERS], p);
             if (u + BUFFERS < UNITS)
-                load_unit(buffer[u % BUFFERS], u + BUFFERS, work.k, work.v, first, rows, stride);
+                load_unit(buffer[u % BUFFERS], u + BUFFERS, a, work, first);
             else if (more)
-                load_unit(buffer[u % BUFFERS], u + BUFFERS - UNITS, work.k, work.v,
-                          first + CHUNK_ROWS, rows, stride);
+                load_unit(buffer[u % BUFFERS], u + BUFFERS - UNITS, a, next, next_first);
         }
 #pragma unroll
         for (int pair = 0; pair < SUMS / 2; ++pair) {
             chunk.sum[0][2 * pair] = __fadd_rn(sums[pair][0], sums[pair][1]);
             chunk.sum[0][2 * pair + 1] = __fadd_rn(sums[pair][2], sums[pair][3]);
         }
+        if (!NARROW) recall_state(state, work.shared);
         fold(state, chunk);
+        if (ends) {
+            emit(state);
+            clear(state);
+        }
+        if (!more) break;
+        keep_state(state, work.shared);
+        work = next;
+        first = next_first;
     }
 }

@@ -22,6 +22,7 @@ from engines.kernels.ring_attention import (
     CacheType,
     RingKernels,
     RingShape,
+    Spread,
     ring_params,
 )
 
@@ -109,7 +110,9 @@ class RingRig:
         raw = np.frombuffer(cuda.read_device(pointer, like.nbytes), like.dtype)
         return raw.reshape(like.shape)
 
-    def run(self, case: Case, narrow: bool | None, replays: int = 1) -> tuple[Array, Array, Array]:
+    def run(
+        self, case: Case, spread: Spread | None, replays: int = 1
+    ) -> tuple[Array, Array, Array]:
         """(output in stored bits, k_cache, v_cache) after the step; asserts replays are equal.
 
         The output is poisoned first, so an element that nothing wrote is NaN.
@@ -147,7 +150,7 @@ class RingRig:
         for _ in range(replays):
             cuda.fill_bytes(out, 0xFF, out_like.nbytes)
             self.device.synchronize()
-            kernels.launch(params, self.stream, narrow)
+            kernels.launch(params, self.stream, spread)
             self.stream.synchronize()
             got = self.read(out, out_like)
             assert first is None or np.array_equal(first.view(np.uint8), got.view(np.uint8))

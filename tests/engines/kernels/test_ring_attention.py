@@ -14,7 +14,8 @@ from engines.kernels.ring_attention import (
     RingShape,
     RingShapeError,
     RingTuning,
-    is_narrow,
+    Spread,
+    choose_spread,
     plan_launches,
     ring_params,
 )
@@ -28,15 +29,15 @@ MOSHI = RingShape(CacheType.BFLOAT16, 32, 32, 128, capacity=3000)
 
 
 def test_one_session_takes_narrow_launches_and_many_take_wide_ones() -> None:
-    assert is_narrow(MOSHI, 1, multiprocessors=132)
-    assert not is_narrow(MOSHI, 64, multiprocessors=132)
+    assert choose_spread(MOSHI, 1, multiprocessors=132).narrow
+    assert not choose_spread(MOSHI, 64, multiprocessors=132).narrow
 
 
 def test_a_launch_covers_every_segment_of_every_head_of_every_session() -> None:
-    (name, launch), *rest = plan_launches(MOSHI, 5, narrow=False)
+    (name, launch), *rest = plan_launches(MOSHI, 5, Spread(False, 5))
     assert (name, rest) == ("ring_attention_wide", [])
-    assert launch.grid == (5 * 12 * 32 // 4, 1, 1)
-    (name, launch), *rest = plan_launches(MOSHI, 5, narrow=True)
+    assert launch.grid == (5 * 3 * 32 // 2, 1, 1)
+    (name, launch), *rest = plan_launches(MOSHI, 5, Spread(narrow=True))
     assert (name, rest) == ("ring_attention_narrow", [])
     assert launch.grid == (5 * 12 * 32, 1, 1)
     assert launch.block == (4 * 32, 1, 1)
@@ -44,7 +45,7 @@ def test_a_launch_covers_every_segment_of_every_head_of_every_session() -> None:
 
 def test_more_than_four_query_rows_of_a_head_are_written_by_a_launch_of_their_own() -> None:
     shape = RingShape(CacheType.E4M3, 16, 2, 128, capacity=512)
-    names = [name for name, _ in plan_launches(shape, 3, narrow=True)]
+    names = [name for name, _ in plan_launches(shape, 3, Spread(narrow=True))]
     assert names == ["ring_write", "ring_attention_narrow"]
     assert shape.query_groups == 2
     assert ring_params(shape, 3).write_rows == 0

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from engines.kernels import ring_reference as ref
-from engines.kernels.ring_attention import CacheType, RingShape
+from engines.kernels.ring_attention import CacheType, RingShape, Spread
 from tests.engines.kernels.ring_rig import Array, Case, RingRig, random_case
 
 pytestmark = pytest.mark.gpu
 
+SPREADS = (Spread(narrow=True), Spread(False, 1), Spread(False, 2), Spread(False, 5))
 RANDOM_SHAPES = int(os.environ.get("RING_RANDOM_SHAPES", "1000"))
 
 
@@ -77,14 +78,15 @@ def check_output(case: Case, bits: Array, k_cache: Array, v_cache: Array) -> flo
 
 
 def check(rig: RingRig, case: Case) -> float:
-    """Both entry points against the reference and each other; returns the relative error."""
-    wide, k_cache, v_cache = rig.run(case, narrow=False)
-    narrow, narrow_k, narrow_v = rig.run(case, narrow=True)
-    assert same_bits(wide, narrow), case.shape
-    assert same_bits(k_cache, narrow_k)
-    assert same_bits(v_cache, narrow_v)
+    """Every spread against the reference and each other; returns the relative error."""
+    first, k_cache, v_cache = rig.run(case, SPREADS[0])
+    for spread in SPREADS[1:]:
+        again, again_k, again_v = rig.run(case, spread)
+        assert same_bits(first, again), (case.shape, spread)
+        assert same_bits(k_cache, again_k)
+        assert same_bits(v_cache, again_v)
     check_rows(case, k_cache, v_cache)
-    return check_output(case, wide, k_cache, v_cache)
+    return check_output(case, first, k_cache, v_cache)
 
 
 @pytest.mark.parametrize("cache", list(CacheType))
@@ -113,10 +115,10 @@ def test_bits_do_not_depend_on_the_batch_the_slot_or_the_page(
     shape = RingShape(cache, 8, 8, 128, capacity=700)
     rng = np.random.default_rng(3)
     case = random_case(rng, shape, rng.integers(0, 1500, 64), slots=64)
-    whole, *_ = rig.run(case, narrow=None)
+    whole, *_ = rig.run(case, None)
     for rows in (list(range(7)), [63], [5], list(rng.permutation(64))):
-        for narrow in (False, True):
-            part, *_ = rig.run(case.only(rows), narrow)
+        for spread in SPREADS:
+            part, *_ = rig.run(case.only(rows), spread)
             assert same_bits(part, whole[rows])
 
     table = rng.permutation(80 * 3).reshape(80, 3)
@@ -131,16 +133,16 @@ def test_bits_do_not_depend_on_the_batch_the_slot_or_the_page(
         shape, case.q, case.k_new, case.v_new, case.positions, slots, pools[0], pools[1],
         case.k_scale, case.v_scale, case.frequency, table,
     )  # fmt: skip
-    paged_bits, *_ = rig.run(moved, narrow=None)
+    paged_bits, *_ = rig.run(moved, None)
     assert same_bits(paged_bits, whole)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_a_thousand_replays_give_the_same_bits(rig: RingRig, narrow: bool) -> None:
+@pytest.mark.parametrize("spread", SPREADS[:3])
+def test_a_thousand_replays_give_the_same_bits(rig: RingRig, spread: Spread) -> None:
     shape = RingShape(CacheType.BFLOAT16, 32, 32, 128, capacity=1024)
     rng = np.random.default_rng(4)
     case = random_case(rng, shape, rng.integers(0, 2000, 7), slots=7)
-    rig.run(case, narrow, replays=1000)
+    rig.run(case, spread, replays=1000)
 
 
 def test_an_idle_row_is_left_alone(rig: RingRig) -> None:
@@ -149,8 +151,8 @@ def test_an_idle_row_is_left_alone(rig: RingRig) -> None:
     slots = case.slots.copy()
     slots[1] = -1
     idle = Case(**(vars(case) | {"slots": slots}))
-    for narrow in (False, True):
-        out, k_cache, v_cache = rig.run(idle, narrow)
+    for spread in SPREADS:
+        out, k_cache, v_cache = rig.run(idle, spread)
         assert (out[1] == 0xFFFF).all()
         check_output(idle, out, k_cache, v_cache)
         check_rows(idle, k_cache, v_cache)
@@ -187,7 +189,7 @@ def test_random_shapes(rig: RingRig, cache: CacheType) -> None:
         )
         errors.append(check(rig, case))
         row = int(rng.integers(batch))
-        whole, *_ = rig.run(case, narrow=None)
-        alone, *_ = rig.run(case.only([row]), narrow=None)
+        whole, *_ = rig.run(case, None)
+        alone, *_ = rig.run(case.only([row]), None)
         assert same_bits(alone[0], whole[row])
     assert np.mean(errors) < (1e-6 if cache is CacheType.FLOAT32 else 2e-3)
