@@ -13,6 +13,7 @@ which builds tensors and plain containers and runs nothing the file names. Every
 then checked, because the result is played into every call that asks for the voice.
 """
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,9 @@ def _load(pickled: Path) -> Any:
             raise CheckpointError(
                 f"{pickled} is {size:,} bytes, no voice is over {LARGEST_BYTES:,}. {VOICES}"
             )
-        return torch.load(pickled, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of what it then refuses
+            return torch.load(pickled, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except OSError as err:

@@ -7,9 +7,8 @@ Values come from `seed_values`, keyed by the fused names: a split tensor is a ra
 one, so both layouts hold the same numbers, and the order of writing does not matter.
 
 How a file is written. Into `NAME.part`, in the order of its header, renamed when whole; a run
-that was killed continues where it stopped, after comparing what is there at both ends of every
-tensor. The header's metadata records seed, width and generator, and a whole file with the right
-record is left alone.
+that was killed continues from what it knows to be on the disk. The header's metadata records seed,
+width and generator, and a whole file with the right record is left alone.
 
 Peak memory is a chunk, whatever the size. Not here: reading (`checkpoint`), names and shapes
 (`checkpoint_layout`), text pieces (`checkpoint_text`).
@@ -72,8 +71,8 @@ SMALL_MIMI = MimiConfig(
 
 CHUNK = 1 << 21
 """Values made at once."""
-CHECKED_BYTES = 4096
-"""Compared at both ends of every tensor of an unfinished file."""
+SYNC_BYTES = 128 << 20
+"""Between two syncs; a run that was killed repeats less than twice as much, a second or two."""
 SPARE_BYTES = 64 << 20
 """Left free on the disk."""
 
@@ -283,14 +282,17 @@ def _write_file(out: Path, file: PlannedFile, progress: Progress) -> int:
                 f"{part} is being written by another run. Wait for it, or choose another folder "
                 "with -o"
             ) from None
-        begin = _sound_bytes(stream, file)
+        begin = _safe_bytes(stream, file)
         stream.truncate(begin)
         if begin < len(file.header):
             stream.write(file.header)
         done = max(begin, len(file.header))
         for tensor, first, count in _chunks(file, done - len(file.header)):
             stream.write(_values(file, tensor, first, count).data)
-            done += count * ITEMSIZE[file.dtype]
+            before, done = done, done + count * ITEMSIZE[file.dtype]
+            if before // SYNC_BYTES != done // SYNC_BYTES:
+                stream.flush()
+                os.fsync(stream.fileno())
             progress(file.name, done, file.bytes)
         stream.flush()
         os.fsync(stream.fileno())
@@ -299,28 +301,20 @@ def _write_file(out: Path, file: PlannedFile, progress: Progress) -> int:
     return done - begin
 
 
-def _sound_bytes(stream: IO[bytes], file: PlannedFile) -> int:
+def _safe_bytes(stream: IO[bytes], file: PlannedFile) -> int:
     """How much of an unfinished file can be kept; 0 if it is not this file's beginning.
 
-    Both ends of every tensor are compared, and a tensor that differs ends what is kept: a machine
-    that lost power may have recorded a file's length before its bytes.
+    A file that reaches past a sync was written past it, so all before that sync is on the disk.
+    The length alone says less: a machine that lost power may have kept it and lost the bytes.
+    Syncs come with the first chunk that ends past a multiple of `SYNC_BYTES`, so the last multiple
+    within the file may not have had its sync; the one before has.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
-    if size < len(file.header) or stream.read(len(file.header)) != file.header:
+    if stream.read(len(file.header)) != file.header:
         return 0
-    item, begin = ITEMSIZE[file.dtype], len(file.header)
-    for tensor in file.tensors:
-        there = min(tensor.values, (size - begin) // item)
-        count = min(there, CHECKED_BYTES // item)
-        for first in (0, there - count):
-            stream.seek(begin + first * item)
-            if stream.read(count * item) != _values(file, tensor, first, count).tobytes():
-                return begin
-        if there < tensor.values:
-            return begin + there * item
-        begin += tensor.values * item
-    return begin
+    safe = (size // SYNC_BYTES - 1) * SYNC_BYTES
+    return safe if safe >= len(file.header) else 0
 
 
 def _refuse_other(path: Path, file: PlannedFile) -> None:

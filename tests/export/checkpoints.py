@@ -35,8 +35,10 @@ Tensors = dict[str, Tensor]
 
 def tensors(config: LmConfig | MimiConfig, dtype: torch.dtype) -> Tensors:
     """Every tensor of a model, each full of a number of its own."""
-    lm = isinstance(config, LmConfig)
-    shapes = layout.lm_shapes(config) if lm else layout.mimi_shapes(config)
+    if isinstance(config, LmConfig):
+        shapes = layout.lm_shapes(config)
+    else:
+        shapes = layout.mimi_shapes(config)
     return {
         name: torch.arange(index, index + 1, dtype=torch.float32).expand(shape).to(dtype).clone()
         for index, (name, shape) in enumerate(shapes.items())
