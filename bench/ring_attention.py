@@ -66,7 +66,7 @@ class Timing:
     shape: RingShape
     batch: int
     position: int
-    """Rows written before the step; the same for every session."""
+    """Rows written before the step, by every session; below 0: ages spread over the capacity."""
     spread: Spread | None = None
 
 
@@ -81,36 +81,47 @@ def codec(**tuning: int) -> RingShape:
 
 
 def suite(name: str) -> list[Timing]:
-    goal = [
-        Timing(moshi(cache), batch, 3000)
-        for cache, batches in (
-            (BF16, (1, 7, 16, 32, 64, 80)),
-            (E4M3, (1, 16, 64, 160)),
-            (INT8, (1, 16, 64, 160)),
-        )
-        for batch in batches
-    ]
-    goal += [Timing(moshi(BF16), batch, 299) for batch in (1, 64)]
-    goal += [
-        Timing(codec(), batch, 1000, spread)
-        for batch in (1, 64, 160)
-        for spread in (Spread(True), Spread(False))
-    ]
     if name == "goal":
-        return goal
-    timings = []
-    for buffers, warps in ((4, 12), (4, 14), (4, 16), (8, 8), (8, 10)):
-        tuning = dict(buffers=buffers, wide_warps=warps, narrow_warps=warps // 4 * 4)
-        for cache, batch in ((BF16, 64), (E4M3, 160), (INT8, 160)):
-            timings += [
-                Timing(moshi(cache, **tuning), batch, 3000, Spread(False, run)) for run in (1, 2, 4)
-            ]
-        timings += [
-            Timing(moshi(cache, **tuning), batch, 3000, spread)
-            for cache, batch in ((BF16, 1), (E4M3, 1), (BF16, 8))
-            for spread in (Spread(True), Spread(False, 1))
+        timings = [
+            Timing(moshi(cache), batch, position)
+            for cache, cases in (
+                (BF16, [(1, 3000), (7, 3000), (16, 3000), (32, 3000), (64, 3000), (80, 3000)]),
+                (BF16, [(1, 299), (64, 299), (64, -1)]),
+                (E4M3, [(1, 3000), (16, 3000), (64, 3000), (160, 3000), (160, -1)]),
+                (INT8, [(1, 3000), (16, 3000), (64, 3000), (160, 3000), (160, -1)]),
+            )
+            for batch, position in cases
         ]
-    return timings
+        return timings + [Timing(codec(), batch, 1000) for batch in (1, 32, 64, 160)]
+    if name == "spread":
+        return [
+            Timing(shape, batch, 3000, spread)
+            for shape, batches in (
+                (moshi(BF16), (1, 2, 3, 4, 6, 16)),
+                (moshi(E4M3), (1, 2, 3, 4, 6, 16, 32)),
+                (codec(), (1, 4, 16, 64, 160)),
+            )
+            for batch in batches
+            for spread in (Spread(True), Spread(False, 1), Spread(False, 2))
+        ]
+    tunings: list[dict[str, int]] = [
+        dict(wide_buffers=8, wide_warps=8, narrow_buffers=4, narrow_warps=12),
+        dict(wide_buffers=4, wide_warps=12, narrow_buffers=8, narrow_warps=12),
+        dict(wide_buffers=4, wide_warps=16, narrow_buffers=4, narrow_warps=16),
+        dict(wide_buffers=2, wide_warps=16, narrow_buffers=2, narrow_warps=16),
+    ]
+    return [
+        Timing(moshi(cache, **tuning), batch, 3000, spread)
+        for tuning in tunings
+        for cache, batch, spreads in (
+            (BF16, 1, [Spread(True)]),
+            (BF16, 64, [Spread(False, 1), Spread(False, 2)]),
+            (E4M3, 1, [Spread(True)]),
+            (E4M3, 160, [Spread(False, 1), Spread(False, 2)]),
+            (INT8, 160, [Spread(False, 1), Spread(False, 2)]),
+        )
+        for spread in spreads
+    ]
 
 
 class Bench:
@@ -198,6 +209,9 @@ class Bench:
             is_float = shape.cache is FP32
             return place(x.astype(np.float32) if is_float else ref.bf16_bits(x.astype(np.float32)))
 
+        positions = np.full(batch, timing.position, np.int64)
+        if timing.position < 0:
+            positions = np.linspace(0, shape.capacity - 1, batch).astype(np.int64)
         ring = batch * shape.capacity * shape.row_bytes
         distinct = min(LAYERS, self.pool_bytes // (2 * ring))
         scale = place(np.full(shape.kv_heads, 1 / 32, np.float32))
@@ -211,7 +225,7 @@ class Bench:
             k_scale=scale,
             v_scale=scale,
             rope_frequency=place(ref.rope_frequency(shape.head_dim)),
-            positions=place(np.full(batch, timing.position, np.int64)),
+            positions=place(positions),
             slots=place(rng.permutation(batch).astype(np.int32)),
             arrivals=place(np.zeros(batch * shape.lines, np.uint32)),
             partials=place(np.zeros(shape.partials_bytes(batch), np.uint8)),
@@ -231,13 +245,13 @@ class Bench:
         name = "ring_attention_narrow" if spread.narrow else "ring_attention_wide"
         function = kernels.functions[name]
         graph.close()
-        valid = min(timing.position + shape.rows_per_step, shape.capacity)
-        read = LAYERS * 2 * batch * valid * shape.row_bytes
+        valid = np.minimum(positions + shape.rows_per_step, shape.capacity)
+        read = LAYERS * 2 * int(valid.sum()) * shape.row_bytes
         row = {
             "cache": shape.cache.name,
             "heads": [shape.query_heads, shape.kv_heads, shape.head_dim],
             "batch": batch,
-            "valid_rows": valid,
+            "valid_rows": "mixed" if timing.position < 0 else int(valid[0]),
             "narrow": spread.narrow,
             "segments_per_warp": spread.segments_per_warp,
             "spread_chosen": timing.spread is None,
@@ -256,7 +270,7 @@ class Bench:
 
 def compile_all(target: str) -> None:
     """Everything that the suites and the GPU tests need, in parallel."""
-    shapes = [t.shape for name in ("goal", "tune") for t in suite(name)]
+    shapes = [t.shape for name in ("goal", "spread", "tune") for t in suite(name)]
     shapes += [
         RingShape(cache, group, 1, head_dim, 3000, rows)
         for cache in (BF16, E4M3, INT8, FP32)
@@ -279,7 +293,7 @@ def compile_all(target: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", metavar="TARGET", help="compile only, for example sm_90")
-    parser.add_argument("--suite", choices=["goal", "tune"], default="goal")
+    parser.add_argument("--suite", choices=["goal", "spread", "tune"], default="goal")
     parser.add_argument("--pool-gib", type=int, default=16, help="device memory for rings")
     parser.add_argument("-o", "--out", type=Path, default=Path("out"))
     args = parser.parse_args()
@@ -294,12 +308,11 @@ def main() -> None:
     for timing in suite(args.suite):
         row = bench.run(timing)
         rows.append(row)
-        t = row["tuning"]
+        t, kind = row["tuning"], "narrow" if row["narrow"] else "wide"
         print(
-            f"{row['cache']:9}{row['batch']:4} x {row['valid_rows']:5} "
+            f"{row['cache']:9}{row['batch']:4} x {row['valid_rows']!s:5} "
             f"{'narrow' if row['narrow'] else 'wide ' + str(row['segments_per_warp']):7}"
-            f"seg {t['segment_rows']} buf {t['buffers']} warps {t['wide_warps']} "
-            f"pre {t['l2_prefetch_bytes']:3} regs {row['registers']} "
+            f"buf {t[kind + '_buffers']} warps {t[kind + '_warps']:2} regs {row['registers']} "
             f"local {row['local_bytes']:3}: {row['layers_us'] / 1e3:7.3f} ms "
             f"({row['least_us'] / 1e3:.3f}..{row['most_us'] / 1e3:.3f}) {row['tb_per_s']:.2f} TB/s",
             flush=True,

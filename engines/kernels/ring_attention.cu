@@ -131,7 +131,7 @@ __device__ __forceinline__ void arrive(const RingParams& a, const RingClock& clo
     State total;
     clear(total);
     // Several partials under way at a time: with few sessions everyone waits for this.
-    constexpr int TOGETHER = STATES * SUMS <= 16 ? 4 : 2;
+    constexpr int TOGETHER = STATES * SUMS <= 16 ? 6 : 3;
     for (int s = 0; s < segments; s += TOGETHER) {
         State part[TOGETHER];
 #pragma unroll

@@ -91,10 +91,11 @@ class RingTuning:
 
     segment_rows: int = 256
     """Rows folded before a partial result leaves its multiprocessor."""
-    buffers: int = 4
-    """Units of 2 KiB that a warp keeps in flight."""
-    wide_warps: int = 12
-    """Warps per multiprocessor the wide entry point's registers are limited for."""
+    wide_buffers: int = 8
+    """Units of 2 KiB that a warp keeps in flight, a power of two."""
+    wide_warps: int = 8
+    """Warps per multiprocessor that registers are limited for, a multiple of 4."""
+    narrow_buffers: int = 4
     narrow_warps: int = 12
     l2_prefetch_bytes: int = 0
     """L2 fetch granularity asked for by ring loads: 0 (default), 64, 128 or 256."""
@@ -180,7 +181,8 @@ class RingShape:
             "RING_QUERIES": queries,
             "RING_STEP_ROWS": self.rows_per_step,
             "RING_SEGMENT_ROWS": self.tuning.segment_rows,
-            "RING_BUFFERS": self.tuning.buffers,
+            "RING_WIDE_BUFFERS": self.tuning.wide_buffers,
+            "RING_NARROW_BUFFERS": self.tuning.narrow_buffers,
             "RING_WIDE_WARPS": self.tuning.wide_warps,
             "RING_NARROW_WARPS": self.tuning.narrow_warps,
             "RING_L2_PREFETCH": f'".L2::{prefetch}B"' if prefetch else '""',
@@ -254,15 +256,14 @@ class Spread:
 def choose_spread(shape: RingShape, batch: int, multiprocessors: int) -> Spread:
     """Narrow where a warp per segment would leave multiprocessors short of loads in flight.
 
-    Otherwise a warp takes as many segments in a row as leave about 4 warps for every one that
-    can be resident: starting a warp costs it about 3 us without loads, and too few long ones end
-    at different times.
+    8-bit segments are half as long to read, so with many of them a warp takes two: starting one
+    costs it about 3 us without loads. More gained nothing (LOG.md).
     """
     resident = multiprocessors * shape.tuning.wide_warps
     warps = batch * shape.lines * shape.segments
-    if warps < 2 * resident:
+    if warps < resident:
         return Spread(narrow=True)
-    return Spread(False, max(1, min(4, warps // (4 * resident))))
+    return Spread(False, 2 if shape.cache.is_scaled and warps > 8 * resident else 1)
 
 
 def plan_launches(

@@ -14,9 +14,7 @@ constexpr int LOAD_ROWS = LANES / ROW_LANES;
 constexpr int UNIT_ROWS = 4 * LOAD_ROWS;                // a unit is 2 KiB: 16 registers
 constexpr int HALF_UNITS = CHUNK_ROWS / UNIT_ROWS;      // of K, and as many of V
 constexpr int UNITS = 2 * HALF_UNITS;
-constexpr int BUFFERS = RING_BUFFERS < UNITS ? RING_BUFFERS : UNITS;
 constexpr int LANE_ROWS = CHUNK_ROWS / LOAD_ROWS;
-static_assert(UNITS % BUFFERS == 0, "buffers must divide a chunk's units");
 
 constexpr int WARP_FLOATS = 4 * D;  // rotated queries
 
@@ -62,6 +60,7 @@ __device__ __forceinline__ void attend(const RingParams& a, const RingClock& clo
                                        int first, int segment_end, Emit emit) {
     int lane = threadIdx.x % LANES;
     int group = a.query_heads / a.kv_heads;
+    constexpr int BUFFERS = buffers<NARROW>(UNITS);
     Unit buffer[BUFFERS];
 #pragma unroll
     for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, a, work, first);

@@ -21,8 +21,6 @@ constexpr int UNIT_ROWS = 2048 / SPAN_BYTES;                      // a unit is 2
 constexpr int UNIT_TILES = UNIT_ROWS / 16;
 constexpr int HALF_UNITS = CHUNK_ROWS / UNIT_ROWS * SPANS;        // of K, and as many of V
 constexpr int UNITS = 2 * HALF_UNITS;
-constexpr int BUFFERS = RING_BUFFERS < UNITS ? RING_BUFFERS : UNITS;
-static_assert(UNITS % BUFFERS == 0, "buffers must divide a chunk's units");
 
 using State = Partial<STATES, SUMS>;
 
@@ -339,6 +337,7 @@ __device__ __forceinline__ void attend(const RingParams& a, const RingClock& clo
                                        int first, int segment_end, Emit emit) {
     float scale = a.score_scale;
     if (RING_CACHE != CACHE_BF16) scale = __fmul_rn(scale, a.k_scale[work.head]);
+    constexpr int BUFFERS = buffers<NARROW>(UNITS);
     Unit buffer[BUFFERS];
 #pragma unroll
     for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, a, work, first);

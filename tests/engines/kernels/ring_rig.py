@@ -67,7 +67,13 @@ class Case:
 
 
 class RingRig:
-    def __init__(self, pool_bytes: int = 512 << 20) -> None:
+    """With ``fresh``, every array is an allocation of its own and nothing is filled that a kernel
+    should fill itself: what compute-sanitizer needs to see a stray access.
+    """
+
+    def __init__(self, pool_bytes: int = 512 << 20, fresh: bool = False) -> None:
+        self.fresh = fresh
+        self._owned: list[cuda.DevicePtr] = []
         self.device = cuda.Device()
         self.stream = cuda.Stream()
         major, minor = self.device.compute_capability
@@ -98,6 +104,9 @@ class RingRig:
         return pointer
 
     def room(self, nbytes: int) -> cuda.DevicePtr:
+        if self.fresh:
+            self._owned.append(cuda.allocate(nbytes))
+            return self._owned[-1]
         pointer = cuda.DevicePtr(self._pool + self._used)
         self._used += -(-nbytes // 256) * 256
         assert self._used <= self._pool_bytes, (self._used, self._pool_bytes)
@@ -105,6 +114,8 @@ class RingRig:
 
     def forget(self) -> None:
         self._used = 0
+        while self._owned:
+            cuda.release(self._owned.pop())
 
     def read(self, pointer: cuda.DevicePtr, like: Array) -> Array:
         raw = np.frombuffer(cuda.read_device(pointer, like.nbytes), like.dtype)
@@ -124,7 +135,8 @@ class RingRig:
         arrivals = self.place(np.zeros(batch * shape.lines, np.uint32))
         out = self.room(out_like.nbytes)
         partials = self.room(shape.partials_bytes(batch))
-        cuda.fill_bytes(partials, 0xFF, shape.partials_bytes(batch))
+        if not self.fresh:
+            cuda.fill_bytes(partials, 0xFF, shape.partials_bytes(batch))
         k_cache, v_cache = self.place(case.k_cache), self.place(case.v_cache)
         pages = case.page_table
         params = ring_params(

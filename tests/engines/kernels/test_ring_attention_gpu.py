@@ -2,6 +2,9 @@
 
 Output tolerance: half a bfloat16 step of the output plus 2e-4 of the largest |v| (float32 rings:
 1e-5 of it). That is tighter than rounding q or the probabilities to bfloat16 would allow.
+
+RING_RANDOM_SHAPES sets how many random shapes are tried; RING_FRESH=1 gives every array its own
+allocation, for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ RANDOM_SHAPES = int(os.environ.get("RING_RANDOM_SHAPES", "1000"))
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[RingRig]:
-    rig = RingRig()
+    rig = RingRig(fresh="RING_FRESH" in os.environ)
     yield rig
     rig.stream.close()
     rig.device.close()
