@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -145,6 +147,29 @@ def test_every_source_points_at_the_tensor_in_its_file(tmp_path: Path) -> None:
         there = raw[source.offset : source.offset + source.length]
         assert (source.file, source.shape) == (tmp_path / LM_FILE, tuple(tensor.shape))
         assert there == tensor.view(torch.int16).numpy().tobytes()
+
+
+def test_a_graph_can_point_into_the_checkpoint(tmp_path: Path) -> None:
+    found = open_checkpoint(write_folder(tmp_path))
+    name = "downsample.conv.conv.conv.weight"
+    (source,) = found.mimi.sources(name)
+    weight = onnx.TensorProto(
+        name="weight",
+        data_type=onnx.TensorProto.FLOAT,
+        dims=source.shape,
+        data_location=onnx.TensorProto.EXTERNAL,
+    )
+    where = {"location": source.file.name, "offset": source.offset, "length": source.length}
+    for key, value in where.items():
+        weight.external_data.add(key=key, value=str(value))
+    out = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, source.shape)
+    node = onnx.helper.make_node("Identity", ["weight"], ["out"])
+    graph = onnx.helper.make_graph([node], "pointing", [], [out], [weight])
+    opset = onnx.helper.make_opsetid("", 24)
+    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=11)
+    (tmp_path / "stage.onnx").write_bytes(model.SerializeToString())
+    session = onnxruntime.InferenceSession(tmp_path / "stage.onnx")
+    assert torch.equal(torch.from_numpy(session.run(None, {})[0]), found.mimi.tensor(name))
 
 
 def test_one_other_name_for_the_language_model_will_do(tmp_path: Path) -> None:

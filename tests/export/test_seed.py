@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from export import checkpoint_text, cli, seed
-from export.checkpoint import Checkpoint, open_checkpoint
+from export.checkpoint import Checkpoint, lines, open_checkpoint
 from export.checkpoint_config import CONFIG_FILE, LM_FILE, MIMI_FILE, TEXT_FILE
 from export.models.config import LmConfig, MimiConfig
 from export.models.lm import LanguageModel
@@ -98,6 +98,29 @@ def test_full_width_has_the_published_size(name: seed.Name, tensors: int, lm_byt
     assert seed.configs(name, "full")[1] == MimiConfig()
     config = json.loads(seed.config_json("moshiko", "full"))
     assert (config["hidden_scale"], config["depformer_dim_feedforward"]) == (4.125, 4224)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("moshiko", "moshi-7b: dep_q 8, 17 streams, context 3,000, 32 layers of 4,096 (32 heads)"),
+        ("personaplex", "personaplex-7b: dep_q 16 cut to 8, 17 streams, context 2,999, 32 layers"),
+    ],
+)
+def test_a_checkpoint_of_full_size_opens_without_being_read(
+    name: seed.Name, says: str, tmp_path: Path
+) -> None:
+    """Headers are real, and the tensors are holes: 16 GB that take no room on the disk."""
+    for file in seed.plan(name, "full", 1):
+        (tmp_path / file.name).write_bytes(file.header)
+        os.truncate(tmp_path / file.name, file.bytes)
+    (tmp_path / CONFIG_FILE).write_bytes(seed.config_json(name, "full"))
+    found = open_checkpoint(tmp_path)
+    assert next(lines(found)).startswith(says)
+    with torch.device("meta"):
+        lm = LanguageModel(found.config.lm)
+    lm.load_state_dict(dict(found.lm.tensors()), strict=True, assign=True)
+    assert {tensor.dtype for tensor in lm.state_dict().values()} == {torch.bfloat16}
 
 
 def test_text_pieces_belong_to_the_model(folders: dict[str, Path]) -> None:
