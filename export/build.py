@@ -73,11 +73,12 @@ def build(
     """Write the bundle of a model that is in memory into ``out`` and read it back, hashes too."""
     assert len(pieces) == config.lm.text_card, (len(pieces), config.lm.text_card)
     _clear(out)
-    weights = Weights(out / "stages")
-    weights.folder.mkdir(parents=True)
     graphs = graphs_of(config, mimi, lm)
-    files = [str(write_graph(graph, weights).relative_to(out)) for graph in graphs]
-    files += [f"stages/{name}" for name in weights.close()]
+    stages = out / "stages"
+    stages.mkdir()
+    with Weights(stages) as weights:
+        files = [str(write_graph(graph, weights).relative_to(out)) for graph in graphs]
+    files += [f"stages/{name}" for name in weights.files]
     (out / PIECES).write_bytes(msgspec.json.encode(pieces) + b"\n")
     files.append(PIECES)
     encode, temporal, depth, decode = (graph.spec for graph in graphs)

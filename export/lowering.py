@@ -48,12 +48,16 @@ def dtype_of(node: Node) -> torch.dtype:
 def _elementwise(op: str) -> Lowering:
     def lower(writer: Writer, node: Node) -> Names:
         tensors = [arg for arg in node.args if isinstance(arg, Node)]
-        names = [
-            writer.name(arg)
-            if isinstance(arg, Node)
-            else writer.constant(arg, dtype_of(tensors[0]))
-            for arg in node.args
-        ]
+        mixed = {dtype_of(tensor) for tensor in tensors[op == "Where" :]}
+        assert len(mixed) == 1, f"{node}: {op} of {mixed}; torch promotes, ONNX does not"
+        dtype = dtype_of(tensors[0])
+        names = []
+        for arg in node.args:
+            if isinstance(arg, Node):
+                names.append(writer.name(arg))
+                continue
+            assert dtype.is_floating_point or isinstance(arg, int), (node, arg)
+            names.append(writer.constant(arg, dtype))
         return writer.emit(op, *names)
 
     return lower

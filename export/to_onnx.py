@@ -17,7 +17,7 @@ hashing and the manifest (`build`).
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import onnx
 import torch
@@ -86,11 +86,17 @@ class Weights:
             file.write(raw)
         return self.places[name]
 
-    def close(self) -> list[str]:
-        """Finish the files; their paths relative to ``folder``."""
+    @property
+    def files(self) -> list[str]:
+        """Paths written so far, relative to ``folder``."""
+        return sorted(self._files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
-        return sorted(self._files)
 
 
 def write_graph(graph: StageGraph, weights: Weights) -> Path:

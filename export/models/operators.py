@@ -62,10 +62,9 @@ def linear_bias(x: Tensor, weight: Tensor, bias: Tensor, alpha: float) -> Tensor
 
 @_operator(_like_first)
 def rms_norm(x: Tensor, alpha: Tensor, eps: float) -> Tensor:
-    """(N, C) over its last axis, computed in float32, scaled by alpha (C,)."""
-    wide = x.float()
-    variance = eps + torch.mean(wide**2, dim=-1, keepdim=True)
-    return (wide * (alpha.float() * torch.rsqrt(variance))).to(x.dtype)
+    """(N, C) float32 over its last axis, scaled by alpha (C,) float32."""
+    variance = eps + torch.mean(x**2, dim=-1, keepdim=True)
+    return x * (alpha * torch.rsqrt(variance))
 
 
 @_operator(_like_first)

@@ -39,7 +39,8 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C) -> (N, C)."""
-        return op.rms_norm(x, self.alpha.view(-1), RMS_EPS)
+        # float32 in and out of the norm: ONNX would round before it scales.
+        return op.rms_norm(x.float(), self.alpha.float().view(-1), RMS_EPS).to(x.dtype)
 
 
 class Weight(nn.Module):
@@ -69,23 +70,21 @@ class GatedMlp(nn.Module):
         return gated
 
 
-class Rope(nn.Module):
+class Rope:
     """Angles of the rotary embedding, in float32 whatever the model's dtype."""
 
-    frequencies: Tensor
-
     def __init__(self, head_features: int) -> None:
-        super().__init__()
-        pairs = torch.arange(head_features // 2, dtype=torch.float32)
-        rate = torch.exp(pairs * (-math.log(ROPE_MAX_PERIOD) * 2 / head_features))
-        self.register_buffer("frequencies", rate, persistent=False)
+        self.head_features = head_features
 
-    def forward(self, position: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, position: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine (B, rows, D/2) of positions position .. position + rows - 1."""
+        # Not a buffer: casting the model to bfloat16 would cast the frequencies.
+        pairs = torch.arange(self.head_features // 2, dtype=torch.float32)
+        frequencies = torch.exp(pairs * (-math.log(ROPE_MAX_PERIOD) * 2 / self.head_features))
         at = position.float().view(-1, 1, 1)
         if rows > 1:
             at = at + torch.arange(rows, dtype=torch.float32).view(1, -1, 1)
-        angle = self.frequencies * at
+        angle = frequencies * at
         return torch.cos(angle), torch.sin(angle)
 
 
