@@ -7,6 +7,8 @@
 PYTHON ?= python3
 # The oldest torch tested, in its CPU build: the default Linux wheel brings gigabytes of CUDA.
 TORCH := 2.13.0
+# The reference implementation; it pins an older torch and works with this one.
+PEER := 0.2.13
 
 DEMO := .demo-venv
 DEV := .venv
@@ -92,5 +94,7 @@ $(DEV_STAMP): pyproject.toml | python-ok
 	      'To use another build: $(DEV)/bin/pip install torch && touch $@' >&2; exit 1; }; \
 	else $(DEV)/bin/python $(PIP) install --quiet 'torch==$(TORCH)'; fi
 	$(call say,installing duplexbox with its export and dev extras)
-	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,dev]'
+	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,dev,peer]'
+	$(call say,installing the published moshi package that the models are compared with)
+	@$(DEV)/bin/python $(PIP) install --quiet --no-deps moshi==$(PEER)
 	@touch $@
