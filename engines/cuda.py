@@ -27,12 +27,20 @@ class NoCuda(Exception):
     """This machine has no usable CUDA device, or ``cuda-bindings`` is not installed."""
 
 
-def _call(name: str, *args: Any) -> Any:
-    """Call driver function ``name``; return its value, its tuple of values, or None."""
+def call(name: str, *args: Any) -> Any:
+    """Call driver function ``name``; return its value, its tuple of values, or None.
+
+    For the modules of `engines` that own a kind of driver object; a `Device` must be open.
+    """
     status, *values = getattr(_driver, name)(*args)
     if int(status) != 0:
         raise CudaFailed(f"{name} failed: {status.name} ({int(status)})")
     return values[0] if len(values) == 1 else tuple(values) if values else None
+
+
+def driver() -> Any:
+    """The bindings' module, for its structures and enumerations; a `Device` must be open."""
+    return _driver
 
 
 def _load_driver() -> Any:
@@ -59,23 +67,29 @@ class Stream:
     """An ordered queue of device work. ``handle`` is the driver's stream."""
 
     def __init__(self) -> None:
-        self.handle = _call("cuStreamCreate", int(_driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self.handle = call("cuStreamCreate", int(_driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
     def synchronize(self) -> None:
-        _call("cuStreamSynchronize", self.handle)
+        call("cuStreamSynchronize", self.handle)
+
+    def capture_is_broken(self) -> bool:
+        """True while capturing if something was called that cannot be captured."""
+        broken = _driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
+        return bool(call("cuStreamIsCapturing", self.handle) == broken)
 
     def capture(self, record: Callable[[], None]) -> Graph:
         """Capture what ``record`` enqueues here; nothing runs until the graph is replayed."""
         mode = _driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _call("cuStreamBeginCapture", self.handle, mode)
+        call("cuStreamBeginCapture", self.handle, mode)
         try:
             record()
-        finally:
-            graph = _call("cuStreamEndCapture", self.handle)
-        return Graph(graph)
+        except BaseException:
+            _driver.cuStreamEndCapture(self.handle)  # its error would say less than this one
+            raise
+        return Graph(call("cuStreamEndCapture", self.handle))
 
     def close(self) -> None:
-        _call("cuStreamDestroy", self.handle)
+        call("cuStreamDestroy", self.handle)
 
 
 class Graph:
@@ -83,32 +97,46 @@ class Graph:
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
-        self._exec = _call("cuGraphInstantiate", graph, 0)
+        self._exec = call("cuGraphInstantiate", graph, 0)
+
+    @property
+    def nodes(self) -> int:
+        """Kernels, copies and fills of one replay."""
+        return int(call("cuGraphGetNodes", self._graph, 0)[1])
+
+    def upload(self, stream: Stream) -> None:
+        """Send the graph to the device now, so that the first replay costs what the next do."""
+        call("cuGraphUpload", self._exec, stream.handle)
 
     def replay(self, stream: Stream) -> None:
-        _call("cuGraphLaunch", self._exec, stream.handle)
+        call("cuGraphLaunch", self._exec, stream.handle)
 
     def close(self) -> None:
-        _call("cuGraphExecDestroy", self._exec)
-        _call("cuGraphDestroy", self._graph)
+        call("cuGraphExecDestroy", self._exec)
+        call("cuGraphDestroy", self._graph)
 
 
 class Event:
     """A point in a stream's work, with a time."""
 
     def __init__(self) -> None:
-        self.handle = _call("cuEventCreate", 0)
+        self.handle = call("cuEventCreate", 0)
 
     def record(self, stream: Stream) -> None:
-        _call("cuEventRecord", self.handle, stream.handle)
+        call("cuEventRecord", self.handle, stream.handle)
+
+    def record_in_graph(self, stream: Stream) -> None:
+        """Record while ``stream`` is captured: every replay then records the event anew."""
+        external = _driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+        call("cuEventRecordWithFlags", self.handle, stream.handle, int(external))
 
     def elapsed_us(self, since: Event) -> float:
         """Microseconds of device time from ``since`` to this event; waits for both."""
-        _call("cuEventSynchronize", self.handle)
-        return float(_call("cuEventElapsedTime", since.handle, self.handle)) * 1e3
+        call("cuEventSynchronize", self.handle)
+        return float(call("cuEventElapsedTime", since.handle, self.handle)) * 1e3
 
     def close(self) -> None:
-        _call("cuEventDestroy", self.handle)
+        call("cuEventDestroy", self.handle)
 
 
 class Function:
@@ -121,7 +149,7 @@ class Function:
     def launch(self, shape: LaunchShape, params: ctypes.Structure, stream: Stream) -> None:
         """Enqueue one launch. ``params`` is the kernel's single argument, copied by this call."""
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _call(
+        call(
             "cuLaunchKernel",
             self._handle,
             *shape.grid,
@@ -135,12 +163,12 @@ class Function:
     def attribute(self, name: str) -> int:
         """A ``CUfunction_attribute`` by name, for example ``NUM_REGS`` or ``LOCAL_SIZE_BYTES``."""
         which = getattr(_driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
-        return int(_call("cuFuncGetAttribute", which, self._handle))
+        return int(call("cuFuncGetAttribute", which, self._handle))
 
     def resident_blocks(self, threads: int) -> int:
         """Blocks of ``threads`` threads that one multiprocessor holds at a time."""
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        return int(_call(name, self._handle, threads, 0))
+        return int(call(name, self._handle, threads, 0))
 
 
 class Module:
@@ -148,13 +176,13 @@ class Module:
 
     def __init__(self, image: bytes) -> None:
         self._image = image
-        self._handle = _call("cuModuleLoadData", image)
+        self._handle = call("cuModuleLoadData", image)
 
     def function(self, name: str) -> Function:
-        return Function(_call("cuModuleGetFunction", self._handle, name.encode()), name)
+        return Function(call("cuModuleGetFunction", self._handle, name.encode()), name)
 
     def close(self) -> None:
-        _call("cuModuleUnload", self._handle)
+        call("cuModuleUnload", self._handle)
 
 
 class Device:
@@ -168,17 +196,17 @@ class Device:
             raise NoCuda(f"no CUDA driver: {err}. Run this on a machine with a GPU") from None
         if int(status) != 0:
             raise NoCuda(f"cuInit failed: {status.name}. Run this on a machine with a GPU")
-        self._handle = _call("cuDeviceGet", ordinal)
-        _call("cuCtxSetCurrent", _call("cuDevicePrimaryCtxRetain", self._handle))
+        self._handle = call("cuDeviceGet", ordinal)
+        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", self._handle))
 
     def attribute(self, name: str) -> int:
         """A ``CUdevice_attribute`` by name, for example ``MULTIPROCESSOR_COUNT``."""
         which = getattr(_driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(_call("cuDeviceGetAttribute", which, self._handle))
+        return int(call("cuDeviceGetAttribute", which, self._handle))
 
     @property
     def name(self) -> str:
-        raw: bytes = _call("cuDeviceGetName", 128, self._handle)
+        raw: bytes = call("cuDeviceGetName", 128, self._handle)
         return raw.split(b"\0")[0].decode()
 
     @property
@@ -188,46 +216,50 @@ class Device:
 
     @property
     def free_bytes(self) -> int:
-        return int(_call("cuMemGetInfo")[0])
+        return int(call("cuMemGetInfo")[0])
+
+    @property
+    def total_bytes(self) -> int:
+        return int(call("cuMemGetInfo")[1])
 
     def synchronize(self) -> None:
-        _call("cuCtxSynchronize")
+        call("cuCtxSynchronize")
 
     def close(self) -> None:
-        _call("cuDevicePrimaryCtxRelease", self._handle)
+        call("cuDevicePrimaryCtxRelease", self._handle)
 
 
 def allocate(nbytes: int) -> DevicePtr:
     """Uninitialised device memory, aligned to 256 bytes; give it back with `release`."""
-    return DevicePtr(int(_call("cuMemAlloc", nbytes)))
+    return DevicePtr(int(call("cuMemAlloc", nbytes)))
 
 
 def release(pointer: DevicePtr) -> None:
-    _call("cuMemFree", pointer)
+    call("cuMemFree", pointer)
 
 
 def fill_bytes(pointer: DevicePtr, value: int, nbytes: int) -> None:
     """Set every byte to ``value``; ordered on the default stream, so synchronise before use."""
-    _call("cuMemsetD8", pointer, value, nbytes)
+    call("cuMemsetD8", pointer, value, nbytes)
 
 
 def write_device(pointer: DevicePtr, source: bytes | bytearray) -> None:
     """Copy host bytes to the device and wait for it."""
     raw = (ctypes.c_char * len(source)).from_buffer_copy(source)
-    _call("cuMemcpyHtoD", pointer, ctypes.addressof(raw), len(source))
+    call("cuMemcpyHtoD", pointer, ctypes.addressof(raw), len(source))
 
 
 def read_device(pointer: DevicePtr, nbytes: int) -> bytearray:
     """Copy ``nbytes`` from the device and wait for it."""
     out = bytearray(nbytes)
     raw = (ctypes.c_ubyte * nbytes).from_buffer(out)
-    _call("cuMemcpyDtoH", ctypes.addressof(raw), pointer, nbytes)
+    call("cuMemcpyDtoH", ctypes.addressof(raw), pointer, nbytes)
     return out
 
 
 def copy_device(target: DevicePtr, source: DevicePtr, nbytes: int, stream: Stream) -> None:
     """Enqueue a copy within the device."""
-    _call("cuMemcpyDtoDAsync", target, source, nbytes, stream.handle)
+    call("cuMemcpyDtoDAsync", target, source, nbytes, stream.handle)
 
 
 def close_all(things: Sequence[Any]) -> None:
