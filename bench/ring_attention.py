@@ -97,18 +97,15 @@ def suite(name: str) -> list[Timing]:
         return [
             Timing(shape, batch, 3000, spread)
             for shape, batches in (
-                (moshi(BF16), (1, 2, 3, 4, 6, 16)),
-                (moshi(E4M3), (1, 2, 3, 4, 6, 16, 32)),
-                (codec(), (1, 4, 16, 64, 160)),
+                (moshi(BF16), (1, 2, 3, 4, 6, 8, 12, 16, 24)),
+                (moshi(E4M3), (1, 2, 4, 8, 16)),
             )
             for batch in batches
-            for spread in (Spread(True), Spread(False, 1), Spread(False, 2))
+            for spread in (None, *(Spread(False, run) for run in (1, 2, 3, 4, 6)))
         ]
     tunings: list[dict[str, int]] = [
-        dict(wide_buffers=8, wide_warps=8, narrow_buffers=4, narrow_warps=12),
-        dict(wide_buffers=4, wide_warps=12, narrow_buffers=8, narrow_warps=12),
-        dict(wide_buffers=4, wide_warps=16, narrow_buffers=4, narrow_warps=16),
-        dict(wide_buffers=2, wide_warps=16, narrow_buffers=2, narrow_warps=16),
+        dict(wide_buffers=buffers, wide_warps=wide, narrow_warps=narrow)
+        for buffers, wide, narrow in ((8, 8, 12), (4, 12, 16), (4, 16, 8), (2, 16, 12))
     ]
     return [
         Timing(moshi(cache, **tuning), batch, 3000, spread)
@@ -312,7 +309,7 @@ def main() -> None:
         print(
             f"{row['cache']:9}{row['batch']:4} x {row['valid_rows']!s:5} "
             f"{'narrow' if row['narrow'] else 'wide ' + str(row['segments_per_warp']):7}"
-            f"buf {t[kind + '_buffers']} warps {t[kind + '_warps']:2} regs {row['registers']} "
+            f"buf {t['wide_buffers']} warps {t[kind + '_warps']:2} regs {row['registers']} "
             f"local {row['local_bytes']:3}: {row['layers_us'] / 1e3:7.3f} ms "
             f"({row['least_us'] / 1e3:.3f}..{row['most_us'] / 1e3:.3f}) {row['tb_per_s']:.2f} TB/s",
             flush=True,

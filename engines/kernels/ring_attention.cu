@@ -53,7 +53,8 @@ __device__ __forceinline__ void write_output(const RingParams& a, const Work& wo
                                              const State& state) {
     int lane = threadIdx.x % LANES;
     int group = a.query_heads / a.kv_heads;
-    float scale = a.v_scale != nullptr ? a.v_scale[work.head] : 1.0f;
+    bool scaled = RING_CACHE == CACHE_E4M3 || RING_CACHE == CACHE_INT8;
+    float scale = scaled ? a.v_scale[work.head] : 1.0f;
 #pragma unroll
     for (int s = 0; s < STATES; ++s) {
         int query = work.first_query + lane_query(lane, s);

@@ -95,7 +95,6 @@ class RingTuning:
     """Units of 2 KiB that a warp keeps in flight, a power of two."""
     wide_warps: int = 8
     """Warps per multiprocessor that registers are limited for, a multiple of 4."""
-    narrow_buffers: int = 4
     narrow_warps: int = 12
     l2_prefetch_bytes: int = 0
     """L2 fetch granularity asked for by ring loads: 0 (default), 64, 128 or 256."""
@@ -182,7 +181,6 @@ class RingShape:
             "RING_STEP_ROWS": self.rows_per_step,
             "RING_SEGMENT_ROWS": self.tuning.segment_rows,
             "RING_WIDE_BUFFERS": self.tuning.wide_buffers,
-            "RING_NARROW_BUFFERS": self.tuning.narrow_buffers,
             "RING_WIDE_WARPS": self.tuning.wide_warps,
             "RING_NARROW_WARPS": self.tuning.narrow_warps,
             "RING_L2_PREFETCH": f'".L2::{prefetch}B"' if prefetch else '""',
@@ -254,16 +252,29 @@ class Spread:
 
 
 def choose_spread(shape: RingShape, batch: int, multiprocessors: int) -> Spread:
-    """Narrow where a warp per segment would leave multiprocessors short of loads in flight.
+    """The spread that keeps multiprocessors busy when every ring is full. Measured: LOG.md.
 
-    8-bit segments are half as long to read, so with many of them a warp takes two: starting one
-    costs it about 3 us without loads. More gained nothing (LOG.md).
+    Narrow while a warp per segment would fill less than two fifths of the warps that can be
+    resident. Then as many segments per warp as end in the shortest schedule, counting a wave of
+    warps as a warp's segments long and a last, partial wave as half of one at least: half the
+    warps still draw all of the bandwidth. With many waves length no longer matters, only the
+    start of a warp, which weighs more on the short segments of 8-bit rings.
     """
     resident = multiprocessors * shape.tuning.wide_warps
-    warps = batch * shape.lines * shape.segments
-    if warps < resident:
+    segments, lines = shape.segments, batch * shape.lines
+    if 5 * lines * segments < 2 * resident:
         return Spread(narrow=True)
-    return Spread(False, 2 if shape.cache.is_scaled and warps > 8 * resident else 1)
+    usual = min(segments, 2 if shape.cache.is_scaled else 1)
+    if lines * segments > 6 * resident:
+        return Spread(False, usual)
+
+    def cost(run: int) -> tuple[float, int]:
+        waves, rest = divmod(lines * -(-segments // run), resident)
+        partial = max(0.5, rest / resident) if rest else 0.0
+        return (waves + partial) * run, abs(run - usual)
+
+    runs = {-(-segments // parts) for parts in range(1, segments + 1)}
+    return Spread(False, min(runs, key=cost))
 
 
 def plan_launches(

@@ -9,8 +9,8 @@
 //   RING_HEAD_DIM  64 or 128
 //   RING_STEP_ROWS rows written and queries asked per step, 1..4
 //   RING_QUERIES   float32 only: query rows held by one warp, 1..4
-//   RING_SEGMENT_ROWS, RING_WIDE_BUFFERS, RING_WIDE_WARPS, RING_NARROW_BUFFERS,
-//   RING_NARROW_WARPS, RING_L2_PREFETCH
+//   RING_SEGMENT_ROWS, RING_WIDE_BUFFERS, RING_WIDE_WARPS, RING_NARROW_WARPS,
+//   RING_L2_PREFETCH
 //                  see RingTuning in ring_attention.py
 
 #define CACHE_BF16 0
@@ -35,10 +35,10 @@ constexpr int PAGE_ROWS = 256;                   // a segment never straddles tw
 static_assert(PAGE_ROWS % SEGMENT_ROWS == 0, "a segment must lie in one page");
 
 // Units (2 KiB of ring rows, 16 registers) that a warp keeps under way, of the ``units`` of a chunk.
+// Narrow ones share a multiprocessor with more warps, and have only the one chunk to read.
 template <bool NARROW>
 __device__ constexpr int buffers(int units) {
-    int asked = NARROW ? RING_NARROW_BUFFERS : RING_WIDE_BUFFERS;
-    return asked < units ? asked : units;
+    return NARROW ? units / 2 : RING_WIDE_BUFFERS < units ? RING_WIDE_BUFFERS : units;
 }
 
 struct RingParams {

@@ -21,6 +21,7 @@ from engines.kernels.ring_attention import (
     SOURCE,
     CacheType,
     RingKernels,
+    RingParams,
     RingShape,
     Spread,
     ring_params,
@@ -66,12 +67,20 @@ class Case:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A case on the device: where everything lies, and what its output looks like."""
+
+    params: RingParams
+    out_like: Array
+
+
 class RingRig:
     """With ``fresh``, every array is an allocation of its own and nothing is filled that a kernel
     should fill itself: what compute-sanitizer needs to see a stray access.
     """
 
-    def __init__(self, pool_bytes: int = 512 << 20, fresh: bool = False) -> None:
+    def __init__(self, pool_bytes: int = 1 << 30, fresh: bool = False) -> None:
         self.fresh = fresh
         self._owned: list[cuda.DevicePtr] = []
         self.device = cuda.Device()
@@ -121,33 +130,24 @@ class RingRig:
         raw = np.frombuffer(cuda.read_device(pointer, like.nbytes), like.dtype)
         return raw.reshape(like.shape)
 
-    def run(
-        self, case: Case, spread: Spread | None, replays: int = 1
-    ) -> tuple[Array, Array, Array]:
-        """(output in stored bits, k_cache, v_cache) after the step; asserts replays are equal.
-
-        The output is poisoned first, so an element that nothing wrote is NaN.
-        """
+    def put(self, case: Case) -> Placed:
+        """Everything of ``case`` on the device; what `put` placed before is gone."""
         shape, batch = case.shape, len(case.slots)
         self.forget()
-        bits = (lambda x: x) if shape.cache is CacheType.FLOAT32 else ref.bf16_bits
-        out_like = np.zeros(case.q.shape, np.float32 if shape.cache.io_bytes == 4 else np.uint16)
-        arrivals = self.place(np.zeros(batch * shape.lines, np.uint32))
-        out = self.room(out_like.nbytes)
         partials = self.room(shape.partials_bytes(batch))
         if not self.fresh:
             cuda.fill_bytes(partials, 0xFF, shape.partials_bytes(batch))
-        k_cache, v_cache = self.place(case.k_cache), self.place(case.v_cache)
         pages = case.page_table
+        like = np.zeros(case.q.shape, np.float32 if shape.cache.io_bytes == 4 else np.uint16)
         params = ring_params(
             shape,
             batch,
-            q=self.place(bits(case.q)),
-            k_new=self.place(bits(case.k_new)),
-            v_new=self.place(bits(case.v_new)),
-            out=out,
-            k_cache=k_cache,
-            v_cache=v_cache,
+            q=self.place(as_input(shape, case.q)),
+            k_new=self.place(as_input(shape, case.k_new)),
+            v_new=self.place(as_input(shape, case.v_new)),
+            out=self.room(like.nbytes),
+            k_cache=self.place(case.k_cache),
+            v_cache=self.place(case.v_cache),
             k_scale=self.place(case.k_scale) if shape.cache.is_scaled else 0,
             v_scale=self.place(case.v_scale) if shape.cache.is_scaled else 0,
             rope_frequency=0 if case.frequency is None else self.place(case.frequency),
@@ -155,22 +155,42 @@ class RingRig:
             slots=self.place(case.slots.astype(np.int32)),
             page_table=0 if pages is None else self.place(pages.astype(np.int32)),
             partials=partials,
-            arrivals=arrivals,
+            arrivals=self.place(np.zeros(batch * shape.lines, np.uint32)),
         )
-        kernels = self.kernels(shape)
+        return Placed(params, like)
+
+    def run(
+        self, case: Case, spread: Spread | None, replays: int = 1
+    ) -> tuple[Array, Array, Array]:
+        """(output in stored bits, k_cache, v_cache) after the step; asserts replays are equal.
+
+        The output is poisoned first, so an element that nothing wrote is NaN.
+        """
+        placed, kernels = self.put(case), self.kernels(case.shape)
+        params, like = placed.params, placed.out_like
         first: Array | None = None
         for _ in range(replays):
-            cuda.fill_bytes(out, 0xFF, out_like.nbytes)
+            cuda.fill_bytes(params.out, 0xFF, like.nbytes)
             self.device.synchronize()
             kernels.launch(params, self.stream, spread)
             self.stream.synchronize()
-            got = self.read(out, out_like)
+            got = self.read(params.out, like)
             assert first is None or np.array_equal(first.view(np.uint8), got.view(np.uint8))
             first = got
         assert first is not None
-        left = np.frombuffer(cuda.read_device(arrivals, 4 * batch * shape.lines), np.uint32)
+        arrivals = np.zeros(len(case.slots) * case.shape.lines, np.uint32)
+        left = self.read(params.arrivals, arrivals)
         assert not left.any(), "arrivals are not back at zero"
-        return first, self.read(k_cache, case.k_cache), self.read(v_cache, case.v_cache)
+        return (
+            first,
+            self.read(params.k_cache, case.k_cache),
+            self.read(params.v_cache, case.v_cache),
+        )
+
+
+def as_input(shape: RingShape, x: Array) -> Array:
+    """Float32 values as the kernel takes them."""
+    return x if shape.cache is CacheType.FLOAT32 else ref.bf16_bits(x)
 
 
 POISON = {

@@ -30,7 +30,15 @@ MOSHI = RingShape(CacheType.BFLOAT16, 32, 32, 128, capacity=3000)
 
 def test_one_session_takes_narrow_launches_and_many_take_wide_ones() -> None:
     assert choose_spread(MOSHI, 1, multiprocessors=132).narrow
-    assert not choose_spread(MOSHI, 64, multiprocessors=132).narrow
+    assert choose_spread(MOSHI, 64, multiprocessors=132) == Spread(False, 1)
+
+
+def test_few_sessions_fill_one_wave_or_leave_no_short_last_one() -> None:
+    for batch in range(2, 16):
+        spread = choose_spread(MOSHI, batch, multiprocessors=132)
+        assert not spread.narrow
+        waves = batch * 32 * -(-12 // spread.segments_per_warp) / (132 * 8)
+        assert waves <= 1 or waves % 1 == 0 or waves % 1 > 1 / 3, (batch, spread)
 
 
 def test_a_launch_covers_every_segment_of_every_head_of_every_session() -> None:
