@@ -31,7 +31,10 @@ NEXT = ".next"
 """Suffix of the stage output that carries a region's new value."""
 
 BATCH = "B"
-"""The one symbolic dimension: sessions in the batch, always the first axis."""
+"""Sessions in the batch: the symbolic dimension of a tick, always the first axis."""
+
+ROWS = "R"
+"""Positions of one session fed at once: the symbolic dimension of a prompt's prefill."""
 
 ITEMSIZE = {
     "float32": 4,
@@ -71,15 +74,16 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorSpec(_Strict, frozen=True):
-    """One input or output of a stage. shape: "B" first, then integers."""
+    """One input or output of a stage. shape: "B" first, then integers; in a prompt's prefill "R"
+    or, for what belongs to the one session it feeds, 1."""
 
     name: str
     dtype: Dtype
-    shape: tuple[int | Literal["B"], ...]
+    shape: tuple[int | Literal["B", "R"], ...]
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape for one session, without the batch axis."""
+        """Shape for one session or row, without the first axis."""
         return tuple(length for length in self.shape[1:] if isinstance(length, int))
 
 
@@ -154,6 +158,51 @@ class TextPorts(_Strict, frozen=True):
     """Ids that mean "not speaking": the only sign a duplex model gives of it."""
 
 
+class VoiceSpec(_Strict, frozen=True):
+    """A voice a caller may ask for by name; `engines.voice` reads the file."""
+
+    name: str
+    file: str
+    frames: int
+
+
+class PromptSpec(_Strict, frozen=True):
+    """How a call may begin with a voice and a persona: frames the model is fed before it hears.
+
+    A frame is one id per stream, text first, then the agent's codebooks, then the caller's. Frame
+    p lands at position p + delay of each stream; a stream begins with its initial id up to its
+    delay. All rows but the last leave nothing to choose and go through `prefill`, many at once;
+    after the last, `opening` makes the model's own first choice.
+    """
+
+    prefill: StageSpec
+    """ids (R, streams), position (R,) int64, embedded (R, C), is_embedded (R,) bool and the
+    regions it moves on, (1, ...) each; gives what `opening` takes of the last row."""
+    opening: StageSpec
+    """At batch 1: takes what `prefill` gave, noise, settings, and moves `tokens` on."""
+    tokens: str
+    """Region (streams, rows): the ring that undoes the delays; position p lies at p mod rows."""
+    counter: str
+    """Region that counts positions."""
+    delays: tuple[int, ...]
+    initial_ids: tuple[int, ...]
+    silent_text_id: int
+    """Text of every frame that says nothing (padding)."""
+    silence_codes: tuple[int, ...]
+    """What the agent says in frames without a voice."""
+    caller_codes: tuple[int, ...]
+    """What the caller is made to say all along: a steady tone, so the model knows it is no call."""
+    pause_frames: int
+    """Silent frames after the voice, and again after the persona."""
+    longest_frames: int
+    """A prompt longer than this is refused: it must leave room for the call."""
+    wrap: str
+    """What stands before and after the persona's text."""
+    tokenizer: str
+    """File: the SentencePiece model that turns text into ids, one per frame."""
+    voices: tuple[VoiceSpec, ...] = ()
+
+
 class ModelInfo(_Strict, frozen=True):
     """What was exported."""
 
@@ -173,6 +222,19 @@ class FileSpec(_Strict, frozen=True):
     bytes: int
 
 
+class GoldenSpec(_Strict, frozen=True):
+    """What one stage must answer, recorded from the torch modules in float32."""
+
+    stage: str
+    file: str
+    """safetensors in the bundle: ``in.<tensor>`` and ``out.<tensor>`` of every session. Of a ring
+    only the rows that were written; float regions going in are drawn, see `engines.golden`."""
+    ages: tuple[int, ...]
+    """Ticks each session of the batch has lived."""
+    seed: int
+    """Of the state these sessions have reached."""
+
+
 class Manifest(_Strict, frozen=True):
     """`bundle.json`, decoded. Use `read` to get one that has also been checked."""
 
@@ -186,6 +248,8 @@ class Manifest(_Strict, frozen=True):
     audio: AudioPorts
     text: TextPorts
     files: dict[str, FileSpec]
+    prompt: PromptSpec | None = None
+    """None: calls of this model begin without a prompt."""
 
     def region(self, name: str) -> RegionSpec:
         for region in self.regions:
@@ -279,9 +343,23 @@ def faults(manifest: Manifest) -> Iterator[str]:
     yield from _region_faults(manifest)
     yield from _stage_faults(manifest)
     yield from _wire_faults(manifest)
+    if manifest.prompt is not None:
+        from engines import bundle_prompt  # it is written in this file's words
+
+        yield from bundle_prompt.faults(manifest, manifest.prompt)
     for name in manifest.files:
         if name.startswith("/") or ".." in Path(name).parts:
             yield f"`$.files`: {name} leads out of the bundle"
+    names = {stage.name for stage in manifest.stages}
+    for index, golden in enumerate(manifest.golden):
+        if golden.stage not in names:
+            yield f"`$.golden[{index}].stage`: there is no stage {golden.stage}"
+        if golden.file not in manifest.files:
+            yield f"`$.golden[{index}].file`: {golden.file} is not among `$.files`"
+        if not golden.ages or min(golden.ages) < 0:
+            yield f"`$.golden[{index}].ages`: {list(golden.ages)} are no ages"
+    if manifest.golden_call and manifest.golden_call not in manifest.files:
+        yield f"`$.golden_call`: {manifest.golden_call} is not among `$.files`"
     if manifest.text.pieces not in manifest.files:
         yield f"`$.text.pieces`: {manifest.text.pieces} is not among `$.files`"
 

@@ -1,0 +1,59 @@
+"""The state golden data starts from: sessions of any age, without storing their rings.
+
+A full-size session holds gigabytes of keys and values, so golden data does not carry them. Every
+float region of a golden session is drawn from (seed, region, session) alone, by a generator whose
+bits are fixed for ever (Philox, raw words), on a grid of 1/64 that bfloat16 and float16 represent
+exactly. Rows a session of that age has not reached hold the region's fill. Counters, tokens and
+settings are small and are stored.
+
+Pure. Not here: what stages must answer (`export.golden` records it, `export.verify` compares).
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.bundle import RegionSpec
+from engines.clocks import ClockKind
+
+STEP = np.float32(1 / 64)
+"""Between two values; they run from -2 up to 2, about the spread of normalised activations."""
+
+
+def is_drawn(region: RegionSpec) -> bool:
+    """Whether golden sessions draw this region rather than store it."""
+    floats = region.dtype in ("float32", "float16", "bfloat16")
+    return floats and region.clock.kind is not ClockKind.CONSTANT
+
+
+def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[np.float32]:
+    """A region of sessions that have lived ``ages`` ticks, (len(ages), *region.shape)."""
+    assert is_drawn(region), region
+    out = np.full((len(ages), *region.shape), region.fill, np.float32)
+    for row, age in enumerate(ages):
+        if not age:
+            continue
+        written = region.clock.valid_rows(age)
+        key = np.frombuffer(_digest(seed, region.name, row), dtype="<u8")
+        values = math.prod(region.shape)
+        words = np.random.Philox(key=key).random_raw(-(-values // 8)).astype("<u8", copy=False)
+        levels = words.view(np.uint8)[:values].reshape(region.shape).astype(np.float32)
+        index = [slice(None)] * len(region.shape)
+        if region.clock.kind is ClockKind.RING:
+            index[region.clock.axis] = slice(0, written)
+        out[row][tuple(index)] = ((levels - np.float32(128)) * STEP)[tuple(index)]
+    return out
+
+
+def written_rows(region: RegionSpec, age: int) -> list[int]:
+    """Rows of a ring that the next tick of a session of this age writes, in order."""
+    clock = region.clock
+    first, after = clock.position(age), clock.position(age + 1)
+    return [clock.row_of(position) for position in range(first, after)]
+
+
+def _digest(seed: int, name: str, row: int) -> bytes:
+    return hashlib.sha256(f"{seed}/{name}/{row}".encode()).digest()[:16]
