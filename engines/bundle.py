@@ -250,6 +250,11 @@ class Manifest(_Strict, frozen=True):
     files: dict[str, FileSpec]
     prompt: PromptSpec | None = None
     """None: calls of this model begin without a prompt."""
+    golden: tuple[GoldenSpec, ...] = ()
+    golden_call: str = ""
+    """safetensors in the bundle: a greedy call from its first tick, sound in and tokens out."""
+    made_from: dict[str, str] = {}
+    """What the builder was given, to tell whether a bundle is stale; nobody else reads it."""
 
     def region(self, name: str) -> RegionSpec:
         for region in self.regions:
