@@ -58,6 +58,9 @@ class LmConfig:
     feedforward: int = 16_896  # loaders.py: hidden_scale 4.125
     context: int = 3000
     """Ticks attention sees: 240 s. PersonaPlex's own code sees one fewer."""
+    pinned: int = 0
+    """First ticks of a call that attention sees for ever, out of `context`: a persona's prefix.
+    0, as in the published code: the prefix slides out like everything else."""
     text_card: int = 32_000
     card: int = 2048
     delays: tuple[int, ...] = DELAYS

@@ -109,6 +109,7 @@ class LanguageModel(Streaming):
                     config.gate,
                     config.context,
                     ring_dtype,
+                    config.pinned,
                 )
                 for layer in range(config.layers)
             ]
@@ -127,6 +128,14 @@ class LanguageModel(Streaming):
         )
         self.linears = nn.ModuleList(Weight(d, config.card) for _ in range(steps))
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(N, streams) int64 -> the temporal transformer's input, (N, C)."""
+        total: Tensor = self.emb[0](ids.select(1, 1))
+        for stream in range(1, self.config.audio_streams):
+            total = total + self.emb[stream](ids.select(1, stream + 1))
+        total = total + self.text_emb(ids.select(1, 0))
+        return total
+
     def temporal(self, ids: Tensor, position: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """One tick, or several positions of forced tokens at once.
 
@@ -135,12 +144,9 @@ class LanguageModel(Streaming):
         """
         rows = 1 if ids.dim() == 2 else ids.shape[1]
         flat = ids.reshape(-1, self.config.streams) if ids.dim() == 3 else ids
-        total: Tensor = self.emb[0](flat.select(1, 1))
-        for stream in range(1, self.config.audio_streams):
-            total = total + self.emb[stream](flat.select(1, stream + 1))
-        x = total + self.text_emb(flat.select(1, 0))
+        x = self.embed(flat)
         capacity = state["temporal.layers.0.k"].shape[2]
-        view = View(position, rows, capacity, self.config.context)
+        view = View(position, rows, capacity, self.config.context, self.config.pinned)
         turn = self.rope(position, rows)
         new: State = {}
         for layer in self.transformer.layers:
@@ -149,8 +155,10 @@ class LanguageModel(Streaming):
         hidden = self.out_norm(x)
         return hidden, self.text_linear(hidden).float(), new
 
-    def depth(self, hidden: Tensor, text_logits: Tensor, choose: Choose) -> Tensor:
-        """Choose text, then one code per step.
+    def depth(
+        self, hidden: Tensor, text_logits: Tensor, choose: Choose, steps: int | None = None
+    ) -> Tensor:
+        """Choose text, then one code per step; the first ``steps`` of them, or all.
 
         hidden: (B, C); text_logits: (B, text_card). Returns (B, 1 + steps) int64, text first.
         """
@@ -158,7 +166,7 @@ class LanguageModel(Streaming):
         layers = [layer for layer in self.depformer.layers if isinstance(layer, DepthLayer)]
         keys: list[list[Tensor]] = [[] for _ in layers]
         values: list[list[Tensor]] = [[] for _ in layers]
-        for step in range(self.config.depth_codebooks):
+        for step in range(self.config.depth_codebooks if steps is None else steps):
             table = self.depformer_text_emb if step == 0 else self.depformer_emb[step - 1]
             x: Tensor = self.depformer_in[step](hidden) + table(chosen[-1], may_be_zero=False)
             for layer, k, v in zip(layers, keys, values, strict=True):

@@ -81,6 +81,17 @@ def speak(config: LmConfig, tokens: Tensor, after: Tensor, spoken: Tensor) -> Te
     return torch.cat([ours, tokens[:, own:]], dim=1)
 
 
+def speak_free(config: LmConfig, tokens: Tensor, after: Tensor, chosen: Tensor) -> Tensor:
+    """Step 3 after a prompt: of the position ``after`` only the first streams are still open.
+
+    chosen: (B, free) int64, text first; the rest of that position was forced.
+    """
+    free = chosen.shape[1]
+    at = (after % config.token_rows).view(-1, 1, 1)
+    ours = torch.where(_rows(config) == at, chosen.unsqueeze(-1), tokens[:, :free])
+    return torch.cat([ours, tokens[:, free:]], dim=1)
+
+
 def align(config: LmConfig, tokens: Tensor, after: Tensor) -> Aligned:
     """Step 4. tokens as `speak` left them, after: offset + 1."""
     own = 1 + config.depth_codebooks

@@ -11,6 +11,10 @@ may have overwritten a key the first could still have seen, so each query is mas
 position every row holds after the write. That is what moshi 0.2.13 computes; an offline pass sees
 that key, so the two differ once a ring has wrapped.
 
+With a pinned prefix the ring's first rows are written once and stay; the others turn. Keys keep
+the rotary embedding of the position they were written at, so the distance from a query to the
+prefix keeps growing with the call, beyond anything the model was trained on.
+
 Positions come from outside: one counter per transformer, (B,) int64.
 """
 
@@ -88,21 +92,33 @@ class Rope:
         return torch.cos(angle), torch.sin(angle)
 
 
+def row_of(position: Tensor, capacity: int, pinned: int) -> Tensor:
+    """Row of a ring at which ``position`` (any shape, int64) lies; `NativeClock.row_of`."""
+    if not pinned:
+        return position % capacity
+    turned = pinned + (position - pinned) % (capacity - pinned)
+    return torch.where(position < capacity, position, turned)
+
+
 class View:
     """What the queries of one tick may see, worked out once for all layers of a transformer."""
 
-    def __init__(self, position: Tensor, rows: int, capacity: int, context: int) -> None:
+    def __init__(
+        self, position: Tensor, rows: int, capacity: int, context: int, pinned: int = 0
+    ) -> None:
         """position: (B,) int64 of the first new row; rows: new rows; capacity: ring rows.
 
-        context < capacity narrows the view to the last ``context`` positions.
+        context < capacity narrows the view to the last ``context`` positions. pinned: rows at
+        the start that stay for ever; a query then sees them and the last ``capacity - pinned``.
         """
         self.rows = rows
-        self.index = position % capacity
+        self.index = row_of(position, capacity, pinned)
         self.valid: Tensor | None = None
         self.seen: Tensor | None = None
         if rows == 1 and context == capacity:
             self.valid = (position + 1).clamp(max=capacity)
             return
+        assert not pinned, "several rows at once, or a longer ring, know nothing of pinned rows"
         last = (position + (rows - 1)).view(-1, 1)
         back = (last - torch.arange(capacity).view(1, -1)) % capacity
         held = (last - back).view(-1, 1, 1, capacity)
@@ -116,12 +132,24 @@ class RingAttention(Streaming):
     """Self-attention whose keys and values survive the tick in two KV rings."""
 
     def __init__(
-        self, region: str, features: int, heads: int, capacity: int, *, advance: int, dtype: Dtype
+        self,
+        region: str,
+        features: int,
+        heads: int,
+        capacity: int,
+        *,
+        advance: int,
+        dtype: Dtype,
+        pinned: int = 0,
     ) -> None:
-        """advance: rows per tick; capacity: rows of the ring; dtype: of the rings."""
+        """advance: rows per tick; capacity: rows of the ring; dtype: of the rings.
+
+        pinned: rows at the ring's start that are never overwritten.
+        """
         super().__init__()
         self.region = region
         self.features, self.heads, self.capacity = features, heads, capacity
+        self.pinned = pinned
         self.advance, self.dtype = advance, dtype
         self.in_proj_weight = nn.Parameter(torch.empty(3 * features, features))
         self.out_proj = Weight(features, features)
@@ -132,6 +160,7 @@ class RingAttention(Streaming):
             axis=1,
             advance=str(self.advance),
             retain=self.capacity,
+            pinned=self.pinned,
             order=Order.MODULO,
         )
         for which in ("k", "v"):
@@ -171,11 +200,20 @@ class GatedLayer(Streaming):
     """One layer of the temporal transformer."""
 
     def __init__(
-        self, region: str, features: int, heads: int, gate: int, capacity: int, dtype: Dtype
+        self,
+        region: str,
+        features: int,
+        heads: int,
+        gate: int,
+        capacity: int,
+        dtype: Dtype,
+        pinned: int = 0,
     ) -> None:
         super().__init__()
         self.norm1 = RmsNorm(features)
-        self.self_attn = RingAttention(region, features, heads, capacity, advance=1, dtype=dtype)
+        self.self_attn = RingAttention(
+            region, features, heads, capacity, advance=1, dtype=dtype, pinned=pinned
+        )
         self.norm2 = RmsNorm(features)
         self.gating = GatedMlp(features, gate)
 
