@@ -1,17 +1,35 @@
-"""Admit a newcomer or refuse it, and why. Pure: counts and bytes in, a decision out.
+"""Admit a newcomer or refuse it, and why; whom to send away when that was not enough. Pure.
 
 A session is charged at full retention from its first second, because that is what it will cost
-if it lasts: what it owns when it is young says nothing. The memory follows from the native clocks
-in the bundle; nothing is found out by trial. Not here yet: the time a tick at one session more
-would take (the `time` reason), which needs measurements of this bundle on this machine.
+if it lasts: what it owns, or how long its ticks take, when it is young says nothing. Memory
+follows from the native clocks in the bundle. Time follows from `step_model`, fitted to this
+bundle on this machine: a newcomer comes in only if the p99.9 tick with one session more, all of
+them as full as `Forecast.policy` says, still ends `guard_ns` before the deadline.
+
+    guaranteed    every session at full retention, whatever its age (the default)
+    statistical   as full as live calls of the stated lengths are, all but once in a thousand
+
+Forecasts can be wrong, so margins are watched as well: `Gate` closes when a tick ends closer to
+its deadline than the guard, before anybody is late, and opens only after a calm stretch with
+twice the guard. If ticks are late all the same, `plan_shed` names the newest session: one caller
+gets a goodbye, and the others keep every frame. Memory is always charged in full, since running
+out of it would end everybody.
 """
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from appliance.step_model import StepModel
 from engines.bundle import Manifest
 from engines.executor import SettingError, check_setting
+
+Z_999 = 3.0902
+"""The 99.9th percentile of the standard normal distribution."""
+
+REOPEN_GUARDS = 2
+"""A closed gate opens on margins of this many guards: thin ones again would close it at once."""
 
 
 class Reason(enum.Enum):
@@ -31,12 +49,55 @@ class Reason(enum.Enum):
     """The request itself cannot be met, or the box failed to prepare the session."""
 
 
+class Policy(enum.Enum):
+    """How old sessions are taken to be when the time of a tick is forecast."""
+
+    GUARANTEED = "guaranteed"
+    STATISTICAL = "statistical"
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """No, why, and a sentence with the numbers."""
 
     reason: Reason
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a tick would take with other sessions than now."""
+
+    model: StepModel
+    period_ns: int
+    guard_ns: int
+    """How long before its deadline the p99.9 tick must end."""
+    policy: Policy = Policy.GUARANTEED
+    full_ns: int = 0
+    """Age at which a session's state is at full retention. Statistical only."""
+    call_lengths_ns: tuple[int, ...] = ()
+    """Lengths of calls, each as likely as the others. Statistical only."""
+    fill_now: float = 0.0
+    """Sum of the live sessions' fills as measured; a lower bound. Statistical only."""
+
+    def tick_ns(self, sessions: int) -> int:
+        """The p99.9 tick with ``sessions`` live."""
+        fill = float(sessions)
+        if self.policy is Policy.STATISTICAL:
+            bound = fill_bound(sessions, self.full_ns, self.call_lengths_ns)
+            fill = min(fill, max(bound, self.fill_now))
+        return self.model.p999_ns(sessions, fill)
+
+    def holds(self, sessions: int) -> bool:
+        """Whether all ticks but one in a thousand would end before the deadline minus guard."""
+        return self.tick_ns(sessions) + self.guard_ns <= self.period_ns
+
+    def most(self, slots: int) -> int:
+        """The largest number of sessions that holds, at most ``slots``."""
+        fit = 0
+        while fit < slots and self.holds(fit + 1):
+            fit += 1
+        return fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +114,40 @@ class Headroom:
     """What the state of all sessions together may take."""
     ready: bool
     draining: bool
+    forecast: Forecast | None = None
+    """None: time is not looked at; only a certificate's search for the limit does that."""
+    gate_open: bool = True
+    """False: recent ticks ended too close to their deadlines; see `Gate`."""
 
     @property
     def free(self) -> int:
         """How many more sessions would be admitted now."""
-        if not self.ready or self.draining:
+        if not self.ready or self.draining or not self.gate_open:
             return 0
+        return max(0, min(self.slots, self.fit_memory, self.fit_time) - self.held)
+
+    @property
+    def fit_memory(self) -> int:
+        """Sessions whose state fits, at most `slots`."""
         fit = self.memory_bytes // self.session_bytes if self.session_bytes else self.slots
-        return max(0, min(self.slots, fit) - self.held)
+        return min(fit, self.slots)
+
+    @property
+    def fit_time(self) -> int:
+        """Sessions whose ticks end in time, at most `slots`."""
+        return self.slots if self.forecast is None else self.forecast.most(self.slots)
+
+    @property
+    def limit(self) -> Reason:
+        """What would refuse the session after the last free one."""
+        if not self.ready:
+            return Reason.NOT_READY
+        if self.draining:
+            return Reason.DRAINING
+        fit = min(self.slots, self.fit_memory, self.fit_time)
+        if not self.gate_open or (self.fit_time == fit < self.slots):
+            return Reason.TIME
+        return Reason.MEMORY if self.fit_memory == fit < self.slots else Reason.LINES
 
 
 def session_bytes(manifest: Manifest) -> int:
@@ -89,4 +176,91 @@ def admit(room: Headroom, manifest: Manifest, settings: Mapping[str, float]) -> 
             f"{room.held + 1} sessions would own {needed} bytes at full retention; "
             f"the limit is {room.memory_bytes}",
         )
+    if not room.gate_open:
+        return Refusal(
+            Reason.TIME,
+            f"recent ticks of {room.held} sessions ended too close to their deadlines; "
+            f"newcomers wait until the margins have been wide again for a while",
+        )
+    if room.forecast is not None and not room.forecast.holds(room.held + 1):
+        forecast = room.forecast
+        return Refusal(
+            Reason.TIME,
+            f"with {room.held + 1} sessions at {forecast.policy.value} fill one tick in a "
+            f"thousand would take {_ms(forecast.tick_ns(room.held + 1))} ms; the limit is "
+            f"{_ms(forecast.period_ns - forecast.guard_ns)} of {_ms(forecast.period_ns)} ms",
+        )
     return None
+
+
+def fill_bound(sessions: int, full_ns: int, call_lengths_ns: Sequence[int]) -> float:
+    """What the sum of ``sessions`` live calls' fills exceeds once in a thousand looks.
+
+    A call that is found live at a random moment has age a with a density in proportion to the
+    share of calls longer than a: long calls are found more often than they begin. Its fill is
+    min(a / full, 1). The sum over independent calls is taken as normal, and never more than one
+    for each.
+    """
+    assert call_lengths_ns, "a statistical forecast needs the lengths of calls"
+    if full_ns <= 0:
+        return float(sessions)
+    full = float(full_ns)
+    first = second = total = 0.0
+    for length_ns in call_lengths_ns:
+        young = min(float(length_ns), full)
+        old = float(length_ns) - young
+        first += young**2 / (2 * full) + old
+        second += young**3 / (3 * full**2) + old
+        total += float(length_ns)
+    mean = first / total
+    deviation = math.sqrt(max(0.0, second / total - mean**2))
+    return min(float(sessions), sessions * mean + Z_999 * deviation * math.sqrt(sessions))
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Whether newcomers are let in, as far as recent margins say. Start with `Gate(0)`."""
+
+    calm_since_ns: int
+    """Since when no margin was too thin for the state the gate is in."""
+    is_open: bool = True
+
+    def after(self, margin_ns: int | None, guard_ns: int, calm_ns: int, now_ns: int) -> "Gate":
+        """The gate once the smallest margin since the last look is known.
+
+        margin_ns: None when no tick ran, which is as calm as it gets.
+        """
+        if self.is_open:
+            if margin_ns is not None and margin_ns < guard_ns:
+                return Gate(now_ns, is_open=False)
+            return self
+        if margin_ns is not None and margin_ns < REOPEN_GUARDS * guard_ns:
+            return replace(self, calm_since_ns=now_ns)
+        return replace(self, is_open=now_ns - self.calm_since_ns >= calm_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """How late the box is, as the tick loop counts it."""
+
+    late_run: int
+    """Steps in a row that finished late; ticks that never ran neither add nor end the run."""
+    ticks_since_shed: int
+    """Ticks since the last session was sent away."""
+
+
+def plan_shed(overload: Overload, tolerated: int, live: Sequence[int]) -> int | None:
+    """The session to send away now, or None. live: session numbers, in any order.
+
+    The newest goes: it has lost least, and was the last straw. One stall is not overload: it
+    makes one step late, and the one or two that catch up. After a goodbye the others get as many
+    ticks as it took to be sure, so that the cure can work before the next. The last session is
+    never sent away: nobody would gain by it.
+    """
+    if overload.late_run < tolerated or overload.ticks_since_shed < tolerated or len(live) < 2:
+        return None
+    return max(live)
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.1f}"

@@ -15,9 +15,11 @@ import sys
 from pathlib import Path
 
 from appliance.admission import session_bytes
+from appliance.calibration import calibrate, warm_up
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
 from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.step_model import StepSamples
 from appliance.switchboard import Switchboard
 from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
@@ -28,10 +30,6 @@ logger = logging.getLogger(__name__)
 SWITCH_S = 0.0005
 """How long another thread may hold the interpreter while the tick waits for it. Python's default
 is 5 ms, which is a sixteenth of a tick."""
-
-WARM_STEPS = 3
-"""Steps per batch size before the box is ready: an executor has two phases, and the first runs of
-a graph allocate."""
 
 
 class Box:
@@ -46,6 +44,8 @@ class Box:
         timing = executor.bundle.manifest.timing
         self.executor = executor
         self._drain_ns = config.clock.drain_s * NS_PER_S
+        self._calibrate_ns = config.admission.calibrate_s * NS_PER_S
+        self._samples = StepSamples()
         self._failure: BaseException | None = None
         ring = RecordRing(config.ledger.ring_records)
         try:
@@ -71,6 +71,8 @@ class Box:
             policy=config.clock,
             memory_bytes=config.admission.memory_mb * 2**20 or memory_bytes,
             session_bytes=session_bytes(executor.bundle.manifest),
+            admission=config.admission,
+            samples=self._samples,
             on_failure=self._fail,
         )
 
@@ -81,7 +83,9 @@ class Box:
         try:
             self.ledger.start()
             self.switchboard.start()
-            self._warm_up()
+            warm_up(self.executor, self._stopping)
+            budget_ns = self._calibrate_ns
+            calibrate(self.executor, self.loop.clock, budget_ns, self._samples, self._stopping)
             # What exists now stays: the collector need not look at it again, ever.
             gc.collect()
             gc.freeze()
@@ -102,11 +106,8 @@ class Box:
         again = self.switchboard.draining
         self.switchboard.drain(0 if again else self._drain_ns)
 
-    def _warm_up(self) -> None:
-        for batch in range(1, self.executor.slots + 1):
-            for _ in range(WARM_STEPS):
-                if not self.loop.stopping:
-                    self.executor.step(batch)
+    def _stopping(self) -> bool:
+        return self.loop.stopping
 
     def _fail(self, err: BaseException) -> None:
         self._failure = err

@@ -6,7 +6,7 @@ here: it comes from the bundle. Read once, strictly: a typo is an error with its
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -69,6 +69,25 @@ class AdmissionConfig(_Table, frozen=True):
     memory_mb: Annotated[int, Meta(ge=0)] = 0
     """What the state of all sessions may take at full retention; 0: what the machine had
     available when the box started."""
+    policy: Literal["guaranteed", "statistical"] = "guaranteed"
+    """How old sessions are taken to be: as old as can be, or as old as `call_lengths_s` makes
+    them all but once in a thousand looks."""
+    call_lengths_s: tuple[Annotated[int, Meta(ge=1, le=86_400)], ...] = ()
+    """How long calls last, each length as likely as the others. Statistical only."""
+    min_margin_ms: Annotated[int, Meta(ge=0, le=1000)] = 8
+    """The guard: refuse newcomers once the p99.9 tick would end closer to its deadline than this.
+    A tenth of an 80 ms tick, about what a busy Linux machine is late by once in a while."""
+    calm_s: Annotated[int, Meta(ge=1, le=3600)] = 10
+    """How long margins must have been wide again before newcomers are let in after thin ones."""
+    shed_after: Annotated[int, Meta(ge=2, le=1000)] = 3
+    """Steps in a row that may be late before the newest session is sent away. One stall makes
+    two late, itself and the one that catches up."""
+    calibrate_s: Annotated[int, Meta(ge=1, le=600)] = 3
+    """How long steps are timed at each start, before anybody is let in."""
+
+    def __post_init__(self) -> None:
+        if self.policy == "statistical" and not self.call_lengths_s:
+            raise ValueError('policy "statistical" needs call_lengths_s, such as [60, 180, 600]')
 
 
 class Config(_Table, frozen=True):
@@ -137,5 +156,11 @@ ring_records = 8192                       # records that may wait for the disk
 
 [admission]
 memory_mb = 0           # for the state of all sessions at full retention; 0: what is available
+policy = "guaranteed"   # or "statistical": sessions as old as call_lengths_s makes them
+call_lengths_s = []     # how long calls last, each as likely; for "statistical" only
+min_margin_ms = 8       # refuse newcomers once the p99.9 tick would end closer to its deadline
+calm_s = 10             # how long margins must be wide again before newcomers are let in
+shed_after = 3          # steps in a row that may be late before the newest session must go
+calibrate_s = 3         # how long steps are timed at each start
 """
 """What ``duplexbox appliance init`` writes; a test holds it to the defaults above."""

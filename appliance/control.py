@@ -112,7 +112,7 @@ class Refused(_Message, frozen=True):
 class Gone(_Message, frozen=True):
     """The session is over and its channel will be unlinked; nothing more will come of it.
 
-    why: finished, left, timeout, fault, lost or stopped.
+    why: finished, left, timeout, fault, lost, stopped or shed.
     """
 
     session: int
@@ -137,6 +137,20 @@ class Report(_Message, frozen=True):
     worst_margin_ns: int
     records_lost: int
     """Ledger records that found no room: 0, or the ledger cannot be trusted."""
+    sessions_free: int = 0
+    """How many more would be admitted now."""
+    limited_by: str = ""
+    """What would refuse the one after; a `Reason`."""
+    forecast_ns: int = 0
+    """The p99.9 tick with one session more; 0: nothing is forecast."""
+    refusals: dict[str, int] = {}
+    """Refusals since the start, by reason."""
+    sessions_shed: int = 0
+    """Sessions sent away since the start because ticks were late."""
+    disk_errors: int = 0
+    """Writes to the ledger's folder that failed since the start: anything but 0 is an alarm."""
+    records_dropped: int = 0
+    """Ledger records given up because the disk refused them for too long."""
 
 
 ToBox = Join | Leave | Status

@@ -95,6 +95,8 @@ class Why(enum.IntEnum):
     """The line vanished."""
     STOPPED = 6
     """The box was stopped."""
+    SHED = 7
+    """The box was late and sent its newest session away, so that the others keep time."""
 
 
 def _layout(fields: dict[str, tuple[str, int]]) -> np.dtype[np.void]:

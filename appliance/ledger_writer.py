@@ -142,6 +142,8 @@ class LedgerWriter:
         self.closed: deque[int] = deque()
         """Sessions whose file is closed and whose receipt ring is no longer touched."""
         self.write_errors = 0
+        self.records_dropped = 0
+        """Records given up because their disk refused them for too long."""
         self.failure: BaseException | None = None
         """What ended the thread before its time; control looks, and ends the box."""
         self._folder = folder
@@ -326,6 +328,7 @@ class LedgerWriter:
                     surplus += -surplus % RECORD_BYTES
                     del call.pending[-surplus:]
                     call.dropped += surplus // RECORD_BYTES
+                    self.records_dropped += surplus // RECORD_BYTES
                 return
             call.offset += written
             del call.pending[:written]

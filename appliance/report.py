@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from appliance.ledger import Call, Flag, Settled, Why
 
-FAILED = (Why.FAULT, Why.LOST, Why.TIMEOUT)
+FAILED = (Why.FAULT, Why.LOST, Why.TIMEOUT, Why.SHED)
 UNFINISHED = "unfinished"
 
 

@@ -6,9 +6,9 @@ that leads to.
 
              FirstFrame           LastFrame             Flushed
     ADMITTED -----------> LIVE --------------> DRAINING --------> GONE
-       |                   |   Leave, Fault       |                 ^
+       |                   | Leave, Fault, Shed  |                 ^
        |                   +--- Lost -------------|-----------------+
-       +-- Leave, Lost, Timeout ------------------+- Lost, Timeout -+
+       +-- Leave, Shed, Lost, Timeout ------------+- Lost, Timeout -+
 
 ADMITTED holds a lease but no slot: nobody has spoken yet, and it costs no tick. LIVE steps once
 on every tick, whether or not a frame of the caller came. DRAINING has left the batch and waits
@@ -50,6 +50,8 @@ class Event(enum.Enum):
     """The session's row is broken: its frames can no longer be trusted."""
     LOST = "lost"
     """The line's process or socket is gone."""
+    SHED = "shed"
+    """The box is late, and this session is the newest: it goes so that the others keep time."""
     TIMEOUT = "timeout"
     """No first frame came, or the receipts never did."""
     FLUSHED = "flushed"
@@ -61,6 +63,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.FIRST_FRAME: State.LIVE,
         Event.LEAVE: State.GONE,
         Event.FAULT: State.GONE,
+        Event.SHED: State.GONE,
         Event.LOST: State.GONE,
         Event.TIMEOUT: State.GONE,
     },
@@ -68,6 +71,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.LAST_FRAME: State.DRAINING,
         Event.LEAVE: State.DRAINING,
         Event.FAULT: State.DRAINING,
+        Event.SHED: State.DRAINING,
         Event.LOST: State.GONE,
     },
     State.DRAINING: {

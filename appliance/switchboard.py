@@ -21,14 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance import control
-from appliance.admission import Headroom, Reason, Refusal, admit
+from appliance.admission import Reason, Refusal, admit
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
-from appliance.config import ClockConfig
+from appliance.config import AdmissionConfig, ClockConfig
+from appliance.foresight import Foresight
 from appliance.frame_ring import Capacities, Channel, ChannelError
 from appliance.leases import Lease, Leases
 from appliance.ledger import Header, Why
 from appliance.ledger_writer import LedgerWriter
 from appliance.session import Event, Session, SessionId, State
+from appliance.step_model import StepSamples
 from appliance.tick_loop import Arrive, Depart, Left, Seat, TickLoop, WentLive
 from engines.bundle import Bundle
 
@@ -43,6 +45,7 @@ ENDED: dict[Event, Why] = {
     Event.FAULT: Why.FAULT,
     Event.LOST: Why.LOST,
     Event.TIMEOUT: Why.TIMEOUT,
+    Event.SHED: Why.SHED,
 }
 
 
@@ -82,12 +85,15 @@ class Switchboard:
         policy: ClockConfig,
         memory_bytes: int,
         session_bytes: int,
+        admission: AdmissionConfig,
+        samples: StepSamples,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Binds the socket. Raises `SocketTaken`."""
+        """Binds the socket. samples: of the engine's calibration. Raises `SocketTaken`."""
         self.ready = False
         """Set by the main thread once the engine is warm."""
         self.calls_ended = 0
+        self.sessions_shed = 0
         self.refusals: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self._path = path
         self._bundle = bundle
@@ -95,8 +101,9 @@ class Switchboard:
         self._ledger = ledger
         self._clock = clock
         self._policy = policy
-        self._memory_bytes = memory_bytes
-        self._session_bytes = session_bytes
+        self.foresight = Foresight(
+            loop, bundle.manifest, admission, memory_bytes, session_bytes, samples
+        )
         self._on_failure = on_failure
         self._leases = Leases(loop.executor.slots)
         self._calls: dict[SessionId, _Call] = {}
@@ -172,6 +179,8 @@ class Switchboard:
         while self._ledger.closed:
             self._forget(SessionId(self._ledger.closed.popleft()))
         now_ns = self._clock.now_ns()
+        self.foresight.look(now_ns)
+        self._shed()
         self._give_up_on_silent_lines(now_ns)
         self._drain_on(now_ns)
         self._report_lateness(now_ns)
@@ -257,7 +266,8 @@ class Switchboard:
     # --- newcomers
 
     def _join(self, connection: _Connection, join: control.Join) -> None:
-        refusal = admit(self._headroom(), self._bundle.manifest, join.settings)
+        room = self.foresight.headroom(self._leases.held, self.ready, self.draining)
+        refusal = admit(room, self._bundle.manifest, join.settings)
         lease = None if refusal else self._leases.grant()
         if refusal is None and lease is not None:
             refusal = self._prepare(connection, join, lease)
@@ -311,16 +321,6 @@ class Switchboard:
             ),
         )
         return None
-
-    def _headroom(self) -> Headroom:
-        return Headroom(
-            slots=self._leases.total,
-            held=self._leases.held,
-            session_bytes=self._session_bytes,
-            memory_bytes=self._memory_bytes,
-            ready=self.ready,
-            draining=self.draining,
-        )
 
     # --- what tick and ledger say
 
@@ -380,8 +380,24 @@ class Switchboard:
                     call.stopped = True
                     self._loop.inbox.append(Depart(session, Event.LEAVE))
 
+    def _shed(self) -> None:
+        """Ticks are late all the same: the newest session goes, with a Gone that says why."""
+        live = [s for s, call in self._calls.items() if call.session.state is State.LIVE]
+        newest = self.foresight.plan_shed(live)
+        if newest is not None:
+            self.sessions_shed += 1
+            self._loop.inbox.append(Depart(SessionId(newest), Event.SHED))
+            logger.warning(
+                "session %d shed: late_run=%d sessions=%d margin_us=%d",
+                newest,
+                self._loop.counts.late_run,
+                len(live),
+                self._loop.counts.margin_ns // 1000,
+            )
+
     def _report(self, request: int) -> control.Report:
         counts = self._loop.counts
+        room = self.foresight.headroom(self._leases.held, self.ready, self.draining)
         return control.Report(
             request=request,
             ready=self.ready,
@@ -395,6 +411,13 @@ class Switchboard:
             last_margin_ns=counts.margin_ns,
             worst_margin_ns=counts.worst_margin_ns,
             records_lost=self._loop.ring.lost,
+            sessions_free=room.free,
+            limited_by=room.limit.value,
+            forecast_ns=room.forecast.tick_ns(room.held + 1) if room.forecast else 0,
+            refusals={reason.value: count for reason, count in self.refusals.items() if count},
+            sessions_shed=self.sessions_shed,
+            disk_errors=self._ledger.write_errors,
+            records_dropped=self._ledger.records_dropped,
         )
 
     def _report_lateness(self, now_ns: int) -> None:

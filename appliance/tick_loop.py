@@ -29,6 +29,7 @@ from appliance.ledger import Flag, Kind
 from appliance.ledger_writer import RecordRing
 from appliance.scheduler import Occupant, SlotPlan, plan_resume, plan_slot, plan_tick
 from appliance.session import Event, SessionId
+from appliance.step_model import StepRing
 from engines.executor import Executor, SettingError
 
 RECENT_STEPS = 8
@@ -110,6 +111,8 @@ class TickCounts:
     worst_margin_ns: int = 0
     steps: int = 0
     """Ticks that stepped at least one session."""
+    late_run: int = 0
+    """Steps in a row that finished late; ticks that never ran in between do not end the run."""
 
 
 @dataclass(slots=True)
@@ -124,6 +127,8 @@ class TickLoop:
     inbox: deque[Arrive | Depart] = field(default_factory=deque)
     outbox: deque[WentLive | Left] = field(default_factory=deque)
     counts: TickCounts = field(default_factory=TickCounts)
+    steps_seen: StepRing = field(default_factory=StepRing)
+    """What each tick took, for admission's forecasts."""
     stopping: bool = False
     """Set by another thread: return from `run` before the next tick."""
 
@@ -135,6 +140,10 @@ class TickLoop:
     _rows_out: list[NDArray[np.float32]] = field(init=False)
     _scratch: NDArray[np.float32] = field(init=False)
     _steps_ns: list[int] = field(init=False)
+    _full_frames: int = field(init=False)
+    """Age at which a session's state is at full retention."""
+    _done_ns: int = 0
+    """When the last tick was done: a late one's excess is not counted twice."""
 
     def __post_init__(self) -> None:
         slots = self.executor.slots
@@ -144,6 +153,7 @@ class TickLoop:
         self._rows_out = [self.executor.audio_out[slot] for slot in range(slots)]
         self._scratch = np.zeros_like(self._rows_in[0])
         self._steps_ns = [self.grid.period_ns // 2] * RECENT_STEPS
+        self._full_frames = max(1, self.executor.bundle.manifest.ticks_until_full())
 
     def run(self) -> None:
         """Tick until told to stop. Whatever `turn` raises ends the process."""
@@ -260,7 +270,14 @@ class TickLoop:
             min(counts.worst_margin_ns, margin_ns) if counts.steps else margin_ns
         )
         counts.late += margin_ns < 0
+        counts.late_run = counts.late_run + 1 if margin_ns < 0 else 0
         counts.steps += 1
+        done_ns = self.clock.now_ns()
+        full = self._full_frames
+        aged = sum(min(seat.frame_index, full) for seat in seats)
+        began_ns = max(self.grid.start_ns(tick), self._done_ns)
+        self.steps_seen.put(plan.batch, aged * 1000 // full, done_ns - began_ns, margin_ns)
+        self._done_ns = done_ns
 
     def _gather(self, seat: Seat, plan: SlotPlan) -> tuple[int, UplinkHeader | None]:
         """Put what the slot hears into its row. Returns flags, and the frame's header if any."""

@@ -7,7 +7,7 @@ sessions: who sits in a slot, and for how long, is the appliance's business. Liv
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,17 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back memory. The arrays must not be used afterwards."""
+
+
+@runtime_checkable
+class Ages(Protocol):
+    """An executor whose steps can be timed at an age without living through it."""
+
+    def age(self, slot: int, ticks: int) -> None:
+        """Make ``slot`` cost what a session of ``ticks`` ticks does: its counters move on.
+
+        What its rings hold is whatever they held, so its output means nothing until `join`.
+        """
 
 
 def check_setting(regions: Mapping[str, RegionSpec], name: str, value: float) -> None:

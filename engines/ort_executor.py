@@ -99,6 +99,12 @@ class OrtExecutor:
             array = self._current(name)
             array[target] = array[source]
 
+    def age(self, slot: int, ticks: int) -> None:
+        """See `executor.Ages.age`."""
+        for region in self._regions.values():
+            if region.clock.kind is ClockKind.COUNTER:
+                self._current(region.name)[slot] = region.clock.position(ticks)
+
     def step(self, batch: int) -> None:
         """See `executor.Executor.step`. Raises `StageFailed` naming the stage."""
         for run in self._runs[self._phase][batch]:

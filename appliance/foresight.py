@@ -1,0 +1,119 @@
+"""What the box knows about the ticks to come: forecast, gate, and whom to send away.
+
+The control thread's memory between looks; it reads what the tick thread left in its ring and
+counters and asks the pure functions of `admission` and `step_model`. It decides nothing itself.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from appliance.admission import Forecast, Gate, Headroom, Overload, Policy, plan_shed
+from appliance.clock import NS_PER_MS, NS_PER_S
+from appliance.config import AdmissionConfig
+from appliance.step_model import StepModel, StepSamples
+from appliance.tick_loop import TickLoop
+from engines.bundle import Manifest
+
+logger = logging.getLogger(__name__)
+
+REFIT_NS = NS_PER_S
+"""How old a fit may be: a disturbance of the machine shows in forecasts a second later. The gate,
+which looks at margins themselves, needs no fit."""
+
+
+class Foresight:
+    """One box's view of its own time. The control thread uses it."""
+
+    def __init__(
+        self,
+        loop: TickLoop,
+        manifest: Manifest,
+        config: AdmissionConfig,
+        memory_bytes: int,
+        session_bytes: int,
+        samples: StepSamples,
+    ) -> None:
+        self.model: StepModel | None = None
+        self.gate = Gate(0)
+        self.look_at_time = True
+        """False: admit by slots and memory alone, and never shed; a certificate's search does."""
+        self._loop = loop
+        self._config = config
+        self._memory_bytes = memory_bytes
+        self._session_bytes = session_bytes
+        self._samples = samples
+        self._period_ns = manifest.timing.period_ns
+        self._guard_ns = config.min_margin_ms * NS_PER_MS
+        self._full_ns = manifest.ticks_until_full() * self._period_ns
+        self._calls_ns = tuple(length * NS_PER_S for length in config.call_lengths_s)
+        self._fill_now = 0.0
+        self._fitted_ns: int | None = None
+        self._fitted = 0
+        self._shed_tick = -config.shed_after
+
+    def look(self, now_ns: int) -> None:
+        """Take in what was ticked since the last look; cheap, called every few milliseconds."""
+        ring = self._loop.steps_seen
+        margin_ns = None
+        if ring.read < ring.written:
+            self._fill_now = int(ring.rows[(ring.written - 1) % ring.capacity, 1]) / 1000
+            margin_ns = ring.pour(self._samples)
+        elif not self._loop.counts.live:
+            self._fill_now = 0.0
+        calm_ns = self._config.calm_s * NS_PER_S
+        gate = self.gate.after(margin_ns, self._guard_ns, calm_ns, now_ns)
+        if gate.is_open != self.gate.is_open:
+            logger.warning(
+                "newcomers %s: margin_us=%d sessions=%d",
+                "are let in again" if gate.is_open else "wait: margins are thin",
+                self._loop.counts.margin_ns // 1000,
+                self._loop.counts.live,
+            )
+        self.gate = gate
+
+    def headroom(self, held: int, ready: bool, draining: bool) -> Headroom:
+        """What admission goes by, now."""
+        return Headroom(
+            slots=self._loop.executor.slots,
+            held=held,
+            session_bytes=self._session_bytes,
+            memory_bytes=self._memory_bytes,
+            ready=ready,
+            draining=draining,
+            forecast=self.forecast() if ready else None,
+            gate_open=self.gate.is_open or not self.look_at_time,
+        )
+
+    def forecast(self) -> Forecast | None:
+        """None: time is not looked at, or nothing was ever timed, which no box that is ready is."""
+        if not self.look_at_time:
+            return None
+        now_ns = self._loop.clock.now_ns()
+        stale = self._fitted_ns is None or now_ns - self._fitted_ns >= REFIT_NS
+        if stale and self._samples.added != self._fitted:
+            self.model = self._samples.fit()
+            self._fitted, self._fitted_ns = self._samples.added, now_ns
+        if self.model is None:
+            return None
+        return Forecast(
+            model=self.model,
+            period_ns=self._period_ns,
+            guard_ns=self._guard_ns,
+            policy=Policy(self._config.policy),
+            full_ns=self._full_ns,
+            call_lengths_ns=self._calls_ns,
+            fill_now=self._fill_now,
+        )
+
+    def plan_shed(self, live: Sequence[int]) -> int | None:
+        """`admission.plan_shed` with what the tick loop counted; remembers when it said yes."""
+        counts = self._loop.counts
+        since = counts.tick - self._shed_tick
+        if not self.look_at_time or counts.late_run == 0:
+            return None
+        chosen = plan_shed(Overload(counts.late_run, since), self._config.shed_after, live)
+        if chosen is not None:
+            self._shed_tick = counts.tick
+            self.gate = replace(self.gate, is_open=False, calm_since_ns=self._loop.clock.now_ns())
+        return chosen

@@ -1,0 +1,184 @@
+"""How long a tick takes, as a function of who is live: fitted from ticks that were timed. Pure.
+
+    median(B, fill) = base + session * B + fill_cost * fill + misfit        all terms >= 0
+    p99.9 (B, fill) = median + tail * max(1, median / largest median seen)
+
+``fill`` is the sum over sessions of how full their state is, 0 (just begun) to 1 (full retention);
+it is what attention over growing rings costs. ``misfit`` is the most by which any measured bucket
+of ticks exceeds the straight line, so a step in the curve at some batch is not averaged away.
+``tail`` is the 99.9th percentile of what ticks took beyond their median; beyond the largest batch
+that was measured it grows in proportion. Every term grows with B and with fill, hence so do the
+forecasts, which admission relies on.
+
+It knows no sessions, no deadline and no clock. Fewer than 1,000 ticks have no 99.9th percentile:
+their largest takes its place.
+"""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEEP_TICKS = 256
+"""Newest ticks kept per bucket: 20 s of 80 ms ticks, after which a disturbance is forgotten."""
+
+FILL_BUCKETS = 8
+"""Kinds of fill told apart per batch, by mean fill."""
+
+QUANTILE = 0.999
+NEGLIGIBLE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """A fit. Nanoseconds; see the module's formulas."""
+
+    base_ns: float
+    session_ns: float
+    fill_ns: float
+    misfit_ns: float
+    tail_ns: float
+    reference_ns: float
+    """Largest median among the measured buckets."""
+    ticks: int
+    """Ticks it was fitted from."""
+    largest_batch: int
+    largest_fill: float
+    """Largest mean fill of a measured bucket, 0..1; beyond it the fit is extrapolated."""
+
+    def median_ns(self, batch: int, fill: float) -> float:
+        """fill: sum over the ``batch`` sessions, 0..batch."""
+        return self.base_ns + self.session_ns * batch + self.fill_ns * fill + self.misfit_ns
+
+    def p999_ns(self, batch: int, fill: float) -> int:
+        """What one tick in a thousand exceeds; 0 for an empty batch, which runs nothing."""
+        if batch == 0:
+            return 0
+        median = self.median_ns(batch, fill)
+        stretch = max(1.0, median / self.reference_ns) if self.reference_ns > 0 else 1.0
+        return round(median + self.tail_ns * stretch)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=KEEP_TICKS))
+    """(fill, busy_ns) of the newest ticks."""
+
+    def add(self, fill: float, busy_ns: int) -> None:
+        self.ticks.append((fill, busy_ns))
+
+
+class StepSamples:
+    """Ticks that were timed, by batch and mean fill; the newest of each. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self.added = 0
+        """Ticks ever added."""
+
+    def add(self, batch: int, fill: float, busy_ns: int) -> None:
+        """fill: sum over the ``batch`` sessions, 0..batch. busy_ns: start of the tick to done."""
+        assert batch > 0, batch
+        assert 0 <= fill <= batch, (fill, batch)
+        level = min(FILL_BUCKETS - 1, int(FILL_BUCKETS * fill / batch))
+        self._buckets.setdefault((batch, level), _Bucket()).add(fill, busy_ns)
+        self.added += 1
+
+    def fit(self) -> StepModel | None:
+        """The model of what was added; None when nothing was."""
+        if not self._buckets:
+            return None
+        batches: list[int] = []
+        fills: list[float] = []
+        medians: list[float] = []
+        weights: list[int] = []
+        ticks: list[NDArray[np.float64]] = []
+        for (batch, _), bucket in self._buckets.items():
+            seen = np.array(bucket.ticks, np.float64)
+            batches.append(batch)
+            fills.append(float(seen[:, 0].mean()))
+            medians.append(float(np.median(seen[:, 1])))
+            weights.append(len(seen))
+            ticks.append(seen)
+        terms = np.stack([np.ones(len(batches)), np.array(batches), np.array(fills)], axis=1)
+        target = np.array(medians)
+        coefficients = _least_squares(terms, target, np.sqrt(weights))
+        misfit = float(np.maximum(target - terms @ coefficients, 0.0).max())
+        spread = [
+            seen[:, 1] - (coefficients[0] + coefficients[1] * batch + coefficients[2] * seen[:, 0])
+            for batch, seen in zip(batches, ticks, strict=True)
+        ]
+        beyond = np.concatenate(spread) - misfit
+        tail = float(np.quantile(beyond, QUANTILE, method="higher"))
+        base, session, fill = (float(c) for c in coefficients)
+        return StepModel(
+            base_ns=base,
+            session_ns=session,
+            fill_ns=fill,
+            misfit_ns=misfit,
+            tail_ns=max(0.0, tail),
+            reference_ns=float((terms @ coefficients).max()) + misfit,
+            ticks=len(beyond),
+            largest_batch=max(batches),
+            largest_fill=max(f / b for f, b in zip(fills, batches, strict=True)),
+        )
+
+
+def _least_squares(
+    terms: NDArray[np.float64], target: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The non-negative coefficients that fit best; three terms, so all 7 subsets are tried.
+
+    A term the data cannot tell apart (every tick had the same batch) keeps what least squares
+    gives the smallest coefficients; hence calibration measures more than one batch.
+    """
+    best: NDArray[np.float64] = np.array([float(target.max()), 0.0, 0.0])
+    lowest = np.inf
+    scaled, wanted = terms * weights[:, None], target * weights
+    for size in (3, 2, 1):
+        for chosen in itertools.combinations(range(3), size):
+            solved = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)[0]
+            if (solved < 0).any():
+                continue
+            error = float(((scaled[:, chosen] @ solved - wanted) ** 2).sum())
+            # The largest subsets come first: a smaller one must gain more than rounding does.
+            if error < lowest - NEGLIGIBLE * float((wanted**2).sum()):
+                lowest = error
+                best = np.zeros(3)
+                best[list(chosen)] = solved
+    return best
+
+
+class StepRing:
+    """Tick thread -> control thread: one writer, one reader, no lock, nothing allocated to keep.
+
+    A row is (batch, sum of fills in thousandths, busy_ns, margin_ns). When the reader is behind,
+    new rows are dropped: a sample more or less does not matter, unlike a ledger record.
+    """
+
+    __slots__ = ("capacity", "read", "rows", "written")
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self.capacity = capacity
+        self.rows: NDArray[np.int64] = np.zeros((capacity, 4), np.int64)
+        self.written = 0
+        self.read = 0
+
+    def put(self, batch: int, fill_permille: int, busy_ns: int, margin_ns: int) -> None:
+        """Writer."""
+        if self.written - self.read < self.capacity:
+            self.rows[self.written % self.capacity] = (batch, fill_permille, busy_ns, margin_ns)
+            self.written += 1
+
+    def pour(self, samples: StepSamples) -> int | None:
+        """Reader: move all rows into ``samples``. Returns the smallest margin; None: no row."""
+        smallest = None
+        written = self.written
+        while self.read < written:
+            batch, fill, busy_ns, margin_ns = self.rows[self.read % self.capacity].tolist()
+            self.read += 1
+            samples.add(batch, min(batch, fill / 1000), busy_ns)
+            smallest = margin_ns if smallest is None else min(smallest, margin_ns)
+        return smallest

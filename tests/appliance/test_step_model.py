@@ -1,0 +1,100 @@
+"""What a tick takes: the fit, its forecasts, and the ring its samples travel in."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.step_model import KEEP_TICKS, StepModel, StepRing, StepSamples
+
+TICKS = st.lists(
+    st.tuples(
+        st.integers(1, 12),
+        st.floats(0, 1),
+        st.integers(1, 10**9),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+def fit(ticks: list[tuple[int, float, int]]) -> StepModel:
+    samples = StepSamples()
+    for batch, mean_fill, busy_ns in ticks:
+        samples.add(batch, batch * mean_fill, busy_ns)
+    model = samples.fit()
+    assert model is not None
+    return model
+
+
+def test_a_straight_line_is_found_and_carried_on() -> None:
+    ticks = [
+        (batch, fill, 2_000_000 + 500_000 * batch + round(250_000 * batch * fill))
+        for batch in (1, 2, 4)
+        for fill in (0.0, 0.5, 1.0)
+        for _ in range(10)
+    ]
+    model = fit(ticks)
+    assert model.base_ns == pytest.approx(2_000_000)
+    assert model.session_ns == pytest.approx(500_000)
+    assert model.fill_ns == pytest.approx(250_000)
+    assert model.misfit_ns == pytest.approx(0, abs=1)
+    assert model.p999_ns(8, 8) == pytest.approx(2_000_000 + 8 * 750_000, abs=10)
+    assert (model.ticks, model.largest_batch, model.largest_fill) == (90, 4, 1.0)
+
+
+def test_the_tail_is_what_one_tick_in_a_thousand_takes_beyond_the_median() -> None:
+    model = fit([(2, 0, 1_000_000)] * 255 + [(2, 0, 9_000_000)])
+    assert model.p999_ns(2, 0) == pytest.approx(9_000_000)
+    assert model.p999_ns(4, 0) > 9_000_000  # beyond what was measured, the tail grows as well
+
+
+def test_a_step_in_the_curve_is_not_averaged_away() -> None:
+    flat = [(batch, 0.0, 1_000_000) for batch in (1, 2, 3, 4) for _ in range(20)]
+    model = fit([*flat, *[(5, 0.0, 8_000_000)] * 20])
+    assert model.p999_ns(5, 0) >= 8_000_000
+
+
+def test_an_old_disturbance_is_forgotten() -> None:
+    model = fit([(2, 0, 70_000_000)] * 100 + [(2, 0, 1_000_000)] * KEEP_TICKS)
+    assert model.p999_ns(2, 0) == pytest.approx(1_000_000)
+
+
+def test_nothing_added_nothing_forecast() -> None:
+    assert StepSamples().fit() is None
+
+
+@given(ticks=TICKS, batch=st.integers(1, 40), fill=st.floats(0, 1))
+def test_more_sessions_or_fuller_ones_never_take_less(
+    ticks: list[tuple[int, float, int]], batch: int, fill: float
+) -> None:
+    model = fit(ticks)
+    assert model.p999_ns(0, 0) == 0
+    assert model.p999_ns(batch, fill) <= model.p999_ns(batch + 1, fill)
+    assert model.p999_ns(batch, fill * batch) <= model.p999_ns(batch, batch)
+
+
+@given(ticks=TICKS)
+def test_a_forecast_is_never_below_the_median_of_what_was_measured(
+    ticks: list[tuple[int, float, int]],
+) -> None:
+    model = fit(ticks)
+    for batch in {batch for batch, _, _ in ticks}:
+        busy = [b for n, _, b in ticks if n == batch]
+        assert model.p999_ns(batch, batch) >= min(busy) * (1 - 1e-9)
+    # All ticks of one bucket: its median is met exactly or exceeded.
+    batch, mean_fill, busy_ns = ticks[0]
+    alone = fit([(batch, mean_fill, busy_ns)] * 3)
+    assert alone.p999_ns(batch, batch * mean_fill) >= busy_ns * (1 - 1e-6)
+
+
+def test_the_ring_hands_on_every_row_and_the_smallest_margin() -> None:
+    ring, samples = StepRing(capacity=4), StepSamples()
+    assert ring.pour(samples) is None
+    for n in range(6):  # two more than fit are dropped, not written over what waits
+        ring.put(2, 1000, 10 + n, 100 - n)
+    assert ring.pour(samples) == 97
+    assert samples.added == 4
+    ring.put(3, 4000, 10, 5)  # more fill than sessions: rounding, not an error
+    assert ring.pour(samples) == 5
+    assert np.array_equal(ring.rows[0], [3, 4000, 10, 5])
