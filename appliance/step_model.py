@@ -30,6 +30,10 @@ FILL_BUCKETS = 8
 QUANTILE = 0.999
 NEGLIGIBLE = 1e-12
 
+FILL_SPAN = 0.25
+"""Mean fills must differ by this much for their cost to be told from noise: extrapolated from less,
+a hiccup among young sessions would be blown up to a verdict on old ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
@@ -103,6 +107,9 @@ class StepSamples:
             weights.append(len(seen))
             ticks.append(seen)
         terms = np.stack([np.ones(len(batches)), np.array(batches), np.array(fills)], axis=1)
+        means = terms[:, 2] / terms[:, 1]
+        if float(means.max() - means.min()) < FILL_SPAN:
+            terms[:, 2] = 0.0
         target = np.array(medians)
         coefficients = _least_squares(terms, target, np.sqrt(weights))
         misfit = float(np.maximum(target - terms @ coefficients, 0.0).max())

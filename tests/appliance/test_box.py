@@ -23,6 +23,7 @@ from appliance.box import Box, available_memory_bytes
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import MonotonicClock
 from appliance.config import (
+    AdmissionConfig,
     ClockConfig,
     Config,
     ConfigError,
@@ -37,18 +38,27 @@ from tests.fakes import FakeExecutor, make_bundle
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
+GENEROUS = AdmissionConfig(calibrate_s=1, min_margin_ms=0)
+"""So that a busy machine refuses nobody for time."""
 
 
 class Running:
     """A box that runs in a thread of this process."""
 
-    def __init__(self, folder: Path, socket_path: Path, work: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        socket_path: Path,
+        work: Callable[[int], None],
+        admission: AdmissionConfig = GENEROUS,
+    ) -> None:
         self.executor = FakeExecutor(make_bundle(folder / "bundle"), 2, work)
         self.config = Config(
             engine=EngineConfig(folder / "bundle"),
             clock=ClockConfig(drain_s=0, settle_s=1, first_frame_s=1),
             control=ControlConfig(socket_path),
             ledger=LedgerConfig(folder / "calls"),
+            admission=admission,
         )
         self.box = Box(self.config, self.executor, MonotonicClock(), 2**30)
         self.error: BaseException | None = None
@@ -327,6 +337,66 @@ def test_a_drained_box_lets_nobody_in_and_ends_who_is_there(running: Running) ->
     assert gone.why in ("stopped", "timeout")  # timeout: frames after the two had no receipt
     inside.close()
     running.join()
+
+
+def spend(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def test_a_newcomer_who_would_make_ticks_late_is_refused_for_time(
+    tmp_path: Path, socket_path: Path
+) -> None:
+    running = Running(
+        tmp_path,
+        socket_path,
+        lambda batch: spend(0.04 * batch - 0.01),  # 30 ms alone; 70 of 80 with two
+        AdmissionConfig(calibrate_s=1, min_margin_ms=16),
+    )
+    running.start()
+    first, second = Line(running), Line(running)
+    assert isinstance(first.answer, control.Admitted)
+    assert isinstance(second.answer, control.Refused)
+    assert second.answer.reason is Reason.TIME
+    assert "with 2 sessions at guaranteed fill" in second.answer.detail
+    second.client.send(control.Status(3))
+    report_ = second.next()
+    assert isinstance(report_, control.Report)
+    assert (report_.sessions_free, report_.limited_by) == (0, "time")
+    assert report_.forecast_ns > 70 * MS
+    assert report_.refusals == {"time": 1}
+    first.close()
+    second.close()
+    running.box.drain()
+    running.join()
+
+
+def test_overload_that_comes_all_the_same_sends_the_newest_away_and_keeps_the_other(
+    tmp_path: Path, socket_path: Path
+) -> None:
+    slow = threading.Event()
+    running = Running(
+        tmp_path, socket_path, lambda batch: spend(0.11 if batch > 1 and slow.is_set() else 0)
+    )
+    running.start()
+    older, newest = Line(running, "older"), Line(running, "newest")
+    older.speak(1)
+    newest.speak(1)
+    running.wait_for(lambda: running.box.loop.counts.live == 2)
+    slow.set()
+    assert newest.next() in (
+        control.Gone(newest.admitted.session, "shed"),
+        control.Gone(newest.admitted.session, "timeout"),  # nobody wrote its receipts
+    )
+    running.wait_for(lambda: running.box.loop.counts.late_run == 0)  # the other has its time back
+    assert running.box.switchboard.sessions_shed == 1
+    another = Line(running, "another")
+    assert isinstance(another.answer, control.Refused)
+    assert another.answer.reason is Reason.TIME
+    for line in (older, newest, another):
+        line.close()
+    running.box.drain()
+    running.join()
+    assert running.error is None
 
 
 def test_what_the_machine_has_is_a_sane_number() -> None:

@@ -1,0 +1,109 @@
+"""Gate, forecast and shedding over a tick loop on a fake clock."""
+
+import itertools
+from pathlib import Path
+
+from appliance.admission import Reason
+from appliance.clock import NS_PER_MS as MS
+from appliance.clock import NS_PER_S
+from appliance.config import AdmissionConfig
+from appliance.foresight import Foresight
+from appliance.step_model import StepSamples
+from tests.appliance.test_tick_loop import Desk
+
+CONFIG = AdmissionConfig(calm_s=1)
+
+
+def foresight(desk: Desk, samples: StepSamples | None = None) -> Foresight:
+    manifest = desk.executor.bundle.manifest
+    return Foresight(desk.loop, manifest, CONFIG, 2**30, 4012, samples or StepSamples())
+
+
+def turn(desk: Desk, sight: Foresight, ticks: int = 1) -> None:
+    for _ in range(ticks):
+        for caller in desk.callers:
+            caller.speak()
+        desk.tick()
+        for caller in desk.callers:
+            caller.hear()
+        sight.look(desk.clock.now_ns())
+
+
+def test_admission_stops_before_anybody_is_late_and_resumes_when_it_is_calm(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    try:
+        # Steps creep towards the deadline by 5 ms a tick, then are fast again.
+        desk.work_ns = {n: min(76, 10 + 5 * n) * MS for n in range(16)}
+        sight = foresight(desk)
+        desk.caller()
+        opened = []
+        for _ in range(40):
+            turn(desk, sight)
+            opened.append(sight.headroom(1, ready=True, draining=False).gate_open)
+        assert desk.loop.counts.late == 0
+        closed = [n for n, is_open in enumerate(opened) if not is_open]
+        assert closed[0] == 13  # 10 + 65 ms of 80: the first margin below 8 ms
+        assert closed == list(range(closed[0], closed[-1] + 1))
+        assert opened[-1]
+        # From the last thin tick (15, done at 15 * 80 + 76) until a second of calm has passed.
+        assert closed[-1] in (27, 28)
+    finally:
+        desk.close()
+
+
+def test_the_forecast_learns_from_live_ticks(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    try:
+        desk.work_ns = {n: 38 * MS for n in range(200)}
+        sight = foresight(desk)
+        assert sight.forecast() is None  # nothing was ever timed
+        desk.caller()
+        turn(desk, sight, 20)
+        room = sight.headroom(1, ready=True, draining=False)
+        assert room.forecast is not None
+        assert room.forecast.tick_ns(1) == 38 * MS
+        assert room.limit is Reason.TIME  # 2 sessions are forecast from 1: more than 38 ms
+        assert sight.headroom(1, ready=False, draining=False).forecast is None
+    finally:
+        desk.close()
+
+
+def test_lasting_overload_sheds_one_session_and_gives_the_others_time(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    try:
+        sight = foresight(desk)
+        for _ in range(3):
+            desk.caller()
+        turn(desk, sight, 10)
+        assert sight.plan_shed([1, 2, 3]) is None
+        desk.work_ns = {n: 120 * MS for n in range(200)}
+        chosen = []
+        for _ in range(8):
+            turn(desk, sight)
+            if (session := sight.plan_shed([1, 2, 3])) is not None:
+                chosen.append((desk.loop.counts.tick, session))
+                assert not sight.gate.is_open
+        ticks = [tick for tick, _ in chosen]
+        assert [session for _, session in chosen] == [3] * len(chosen)
+        assert len(chosen) >= 2
+        assert min(b - a for a, b in itertools.pairwise(ticks)) >= CONFIG.shed_after
+        sight.look_at_time = False
+        turn(desk, sight, 4)
+        assert sight.plan_shed([1, 2, 3]) is None
+    finally:
+        desk.close()
+
+
+def test_one_stall_sheds_nobody(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    try:
+        sight = foresight(desk)
+        desk.caller()
+        desk.caller()
+        desk.work_ns = {5: round(0.65 * NS_PER_S)}
+        for _ in range(20):
+            turn(desk, sight)
+            assert sight.plan_shed([1, 2]) is None
+        assert desk.loop.counts.missed > 3
+    finally:
+        desk.close()
