@@ -1,5 +1,7 @@
 """What a tick takes: the fit, its forecasts, and the ring its samples travel in."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ TICKS = st.lists(
 )
 
 
-def fit(ticks: list[tuple[int, float, int]]) -> StepModel:
+def fit(ticks: Sequence[tuple[int, float, int]]) -> StepModel:
     samples = StepSamples()
     for batch, mean_fill, busy_ns in ticks:
         samples.add(batch, batch * mean_fill, busy_ns)
