@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--bundle", type=Path, metavar="DIR", help="default: the demo's own")
     demo.set_defaults(run=run_demo)
 
-    ledger = verbs.add_parser("ledger", help="summarise calls; exit 1 if a frame is unexplained")
+    ledger = verbs.add_parser(
+        "ledger", help="summarise calls; exit 1 if a frame is unexplained or a file is no call"
+    )
     ledger.add_argument("folder", type=Path, help="a box's [ledger] folder, or one .call file")
     ledger.add_argument("--json", action="store_true", help="for another program")
     ledger.add_argument("--plot", type=Path, metavar="FILE.svg", help="margin over time")
@@ -103,7 +105,7 @@ def run_ledger(args: argparse.Namespace) -> int:
     from appliance.plot import margin_plot
 
     try:
-        calls = ledger.read_folder(args.folder)
+        calls, unreadable = ledger.read_folder(args.folder)
         summary = report.summarise(calls)
         if args.plot:
             title = f"{args.folder}: margin of {len(calls)} calls"
@@ -114,7 +116,9 @@ def run_ledger(args: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(summary)).decode())
     else:
         print(report.text(summary))
-    return 1 if summary.unexplained else 0
+    for damage in unreadable:
+        _fail(args, damage, 1)
+    return 1 if summary.unexplained or unreadable else 0
 
 
 def run_init(args: argparse.Namespace) -> int:

@@ -245,12 +245,26 @@ def read_call(path: Path) -> Call:
     )
 
 
-def read_folder(folder: Path) -> list[Call]:
-    """All calls in ``folder``, oldest first. Raises `LedgerError` when there is none."""
-    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else [folder]
-    if not paths:
+def read_folder(folder: Path) -> tuple[list[Call], list[LedgerError]]:
+    """All calls in ``folder``, oldest first, and what is wrong with each file that is none.
+
+    A box that is killed may leave a file without a header; the other calls are still worth reading.
+    Raises `LedgerError` when there is no call at all, or when ``folder`` is one file and no call.
+    """
+    if not folder.is_dir():
+        return [read_call(folder)], []
+    calls: list[Call] = []
+    unreadable: list[LedgerError] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            calls.append(read_call(path))
+        except LedgerError as err:
+            unreadable.append(err)
+    if not calls and unreadable:
+        raise unreadable[0]
+    if not calls:
         raise LedgerError(f"{folder} holds no call (*{SUFFIX}); name the [ledger] folder of a box")
-    return [read_call(path) for path in paths]
+    return calls, unreadable
 
 
 def _of_kind(rows: NDArray[np.uint8], kind: Kind, layout: np.dtype[np.void]) -> NDArray[np.void]:

@@ -87,7 +87,7 @@ class Running:
         raise AssertionError("it did not happen in time")
 
     def summary(self) -> report.Summary:
-        return report.summarise(ledger.read_folder(self.config.ledger.folder))
+        return report.summarise(ledger.read_folder(self.config.ledger.folder)[0])
 
 
 @pytest.fixture

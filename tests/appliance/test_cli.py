@@ -51,6 +51,18 @@ def test_ledger_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFix
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
 
 
+def test_ledger_sums_up_what_it_can_read_and_ends_with_1_for_what_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_call(tmp_path, ticks=3, due=3)
+    (tmp_path / "cut.call").write_bytes(b"")
+    assert run("ledger", tmp_path) == 1
+    said = capsys.readouterr()
+    assert "every one of 3 due frames" in said.out
+    assert said.err.startswith(f"duplexbox appliance ledger: {tmp_path}/cut.call")
+    assert said.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("words", [("ledger",), ("serve", "--config")])
 def test_a_path_that_is_not_there_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]

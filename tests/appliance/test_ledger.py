@@ -203,7 +203,7 @@ def test_calls_do_not_mix(desk: Desk) -> None:
     for session in (1, 2):
         desk.ledger.settle(session, due=3, why=Why.FINISHED)
     desk.ledger.pump()
-    for call in read_folder(desk.folder):
+    for call in read_folder(desk.folder)[0]:
         assert set(call.ticks["session"].tolist()) == {call.header.session}
         assert set(call.receipts["session"].tolist()) == {call.header.session}
         assert call.ticks["index"].tolist() == [0, 1, 2]
@@ -326,6 +326,17 @@ def test_what_is_no_call_is_said_in_a_line(tmp_path: Path, raw: bytes, words: st
 def test_a_folder_without_calls_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="holds no call"):
         read_folder(tmp_path)
+
+
+def test_a_file_without_a_header_does_not_hide_the_other_calls(tmp_path: Path) -> None:
+    """A box killed between making a call's file and writing its head leaves an empty one."""
+    (tmp_path / "1.call").write_bytes(b"")
+    with pytest.raises(LedgerError, match="is not a call's record"):
+        read_folder(tmp_path)
+    (tmp_path / "2.call").write_bytes(call_bytes(3))
+    calls, unreadable = read_folder(tmp_path)
+    assert [len(call.ticks) for call in calls] == [3]
+    assert [str(err).partition(" ")[0] for err in unreadable] == [str(tmp_path / "1.call")]
 
 
 def test_records_have_no_undefined_bytes() -> None:
