@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from appliance.ledger import Call, Flag, Settled
-from appliance.report import first_outcomes
+from appliance.report import first_outcomes, shown
 
 WIDTH, LEFT, RIGHT, TOP = 960, 64, 16, 56
 PLOT_HEIGHT, RAIL_HEIGHT = 300, 34
@@ -84,8 +84,8 @@ def margin_plot(calls: Sequence[Call], title: str) -> str:
 def _rail(call: Call, xs: list[float], top: float, number: int) -> list[str]:
     """One call as a line, with a mark for every frame that was not as it should be."""
     middle = top + RAIL_HEIGHT - 10
-    name = f"session {call.header.session}  {call.header.caller}"
-    parts = [_text(LEFT, top + 14, name[:120], colour=_colour(number))]
+    name = f"session {call.header.session}  {shown(call.header.caller)}"
+    parts = [_text(LEFT, top + 14, name, colour=_colour(number))]
     if not xs:
         return parts
     parts.append(_line(xs[0], middle, xs[-1], middle, _colour(number)))

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance.ledger import Call, Flag, Settled, Why
+from appliance.ledger import RECORD_BYTES, Call, Flag, Settled, Why
+
+LONGEST_NAME = 40
+"""Characters of a caller's name that a table has room for; the ledger keeps all of it."""
 
 FAILED = (Why.FAULT, Why.LOST, Why.TIMEOUT, Why.SHED)
 UNFINISHED = "unfinished"
@@ -68,8 +71,14 @@ class SessionReport:
     dropped_bytes: int
 
     @property
+    def damaged(self) -> int:
+        """Whole records after the first that cannot be read: a write that was cut short tears one,
+        so this file was changed, or its disk is failing."""
+        return self.dropped_bytes // RECORD_BYTES
+
+    @property
     def unexplained(self) -> int:
-        return self.unrecorded + self.duplicated + self.unreceipted
+        return self.unrecorded + self.duplicated + self.unreceipted + self.damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +297,7 @@ def _row(s: SessionReport) -> tuple[str, ...]:
     counts = (s.due, s.generated, s.on_time, s.late, s.filled, s.discarded, s.concealed)
     return (
         str(s.session),
-        s.caller,
+        shown(s.caller),
         s.ended,
         *map(str, counts),
         str(s.missed),
@@ -297,6 +306,12 @@ def _row(s: SessionReport) -> tuple[str, ...]:
         _ms(s.worst_margin_ns),
         str(s.longest_miss_run),
     )
+
+
+def shown(name: str) -> str:
+    """A caller's name as a terminal or an SVG may show it: whoever calls chooses it."""
+    clean = "".join(char if char.isprintable() else "\ufffd" for char in name)
+    return clean if len(clean) <= LONGEST_NAME else f"{clean[: LONGEST_NAME - 1]}…"
 
 
 def _remarks(s: SessionReport) -> list[str]:
@@ -310,6 +325,7 @@ def _remarks(s: SessionReport) -> list[str]:
         (s.unread, "frames thrown away because the line did not read"),
         (s.foreign_receipts, "receipts that could not be true"),
         (s.records_lost, "records lost on their way to the ledger"),
+        (s.damaged, "records that cannot be read: the file is damaged before its end"),
         (s.dropped_bytes, "bytes of torn tail dropped"),
     )
     return [f"session {s.session}: {count} {what}" for count, what in found if count]

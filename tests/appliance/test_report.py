@@ -1,5 +1,6 @@
 """What the ledger adds up to, on calls written by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -163,6 +164,26 @@ def test_no_calls_add_up_to_nothing() -> None:
     summary = report.summarise([])
     assert (summary.unexplained, summary.ticks.ticks, summary.worst_session) == (0, 0, 0)
     report.text(summary)
+
+
+def test_a_name_cannot_write_on_the_terminal_or_break_the_plot() -> None:
+    name = "\x1b[2Jan\nn\x00" + "x" * 200
+    hostile = replace(call([OK], all_delivered(1)), header=header(1, caller=name))
+    text = report.text(report.summarise([hostile]))
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "\ufffd[2Jan\ufffdn\ufffdx" in text
+    assert max(map(len, text.splitlines())) < 160
+    assert "an\ufffdn" in "".join(ElementTree.fromstring(margin_plot([hostile], "x")).itertext())
+    assert report.summarise([hostile]).sessions[0].caller == name
+
+
+def test_damage_before_the_tail_is_unexplained_and_a_torn_record_is_not() -> None:
+    torn, damaged = (
+        report.summarise([replace(call([OK], all_delivered(1), why=None), dropped_bytes=n)])
+        for n in (ledger.RECORD_BYTES - 1, 3 * ledger.RECORD_BYTES + 1)
+    )
+    assert (torn.unexplained, damaged.unexplained) == (0, 3)
+    assert "3 records that cannot be read" in report.text(damaged)
 
 
 def test_the_plot_is_an_svg_with_a_line_per_call_and_the_deadline() -> None:
