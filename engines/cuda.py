@@ -210,6 +210,11 @@ class Device:
         return raw.split(b"\0")[0].decode()
 
     @property
+    def uuid(self) -> str:
+        """32 hexadecimal digits, the same after a reboot."""
+        return bytes(call("cuDeviceGetUuid", self._handle).bytes).hex()
+
+    @property
     def compute_capability(self) -> tuple[int, int]:
         major = self.attribute("COMPUTE_CAPABILITY_MAJOR")
         return major, self.attribute("COMPUTE_CAPABILITY_MINOR")

@@ -12,6 +12,7 @@ Not here: which buffer is current (`program`), who sits in a slot (the appliance
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,12 @@ def _load(bundle: Bundle, stage: StageSpec) -> ort.InferenceSession:
             f"{path}: ONNX Runtime {ort.__version__} cannot load stage {stage.name}: "
             f"{str(err).splitlines()[0]}"
         ) from err
+    check_ports(session, path, stage)
+    return session
+
+
+def check_ports(session: ort.InferenceSession, path: Path, stage: StageSpec) -> None:
+    """Raise `BundleError` unless the graph's inputs and outputs are those of the manifest."""
     for kind, wanted, found in (
         ("input", stage.inputs, session.get_inputs()),
         ("output", stage.outputs, session.get_outputs()),
@@ -238,4 +245,3 @@ def _load(bundle: Bundle, stage: StageSpec) -> ort.InferenceSession:
                 f"in the graph and {declared.get(odd[0], 'missing')} in bundle.json "
                 f"({len(odd)} differ)"
             )
-    return session

@@ -1,0 +1,273 @@
+"""The arena of growing rings: which pages have memory behind them, and when that changes.
+
+Addresses never change; memory comes and goes. Before a tick runs, every row it writes has a page.
+Pages are asked for `ahead_ticks` before they are needed and mapped a few per tick, earliest
+deadline first, while the device is busy with the tick that was just launched; the same work gives
+back the pages of sessions that left. A tick finds a page missing only if the device ran out of
+memory, which is why the executor refuses more slots than fit at full retention.
+
+    begin(slot)   first pages at once, unless the slot was prepared
+    before_tick   map what this tick needs and nobody has mapped yet (counted as late)
+    after_launch  sessions grow older; map and unmap at most `pace` pages
+    end           by running a smaller batch: slots beyond it are hung up
+
+The slot after the last live one is kept prepared, so that a joiner need not wait for memory.
+Not here: where rings lie (`layout`), the driver (`cuda_memory`), all other state (executor).
+"""
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from engines.cuda_memory import OutOfPages
+from engines.layout import NEVER, ArenaLayout, Family
+
+AHEAD_TICKS = 128
+"""Half a page of a ring of 8 KiB rows: 10 s of notice, for at most half a page of memory more."""
+
+
+class Memory(Protocol):
+    """What the arena needs of `cuda_memory.Range`; tests bring their own."""
+
+    @property
+    def committed_bytes(self) -> int: ...
+    def map_page(self, page: int) -> None: ...
+    def unmap_page(self, page: int) -> None: ...
+    def fill(self, offset_bytes: int, nbytes: int, value: int) -> None: ...
+    def copy(self, target_bytes: int, source_bytes: int, nbytes: int) -> None: ...
+    def settle(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the arena did since it was made."""
+
+    mapped: int = 0
+    unmapped: int = 0
+    joining: int = 0
+    """Pages mapped while a session joined or moved, between two ticks."""
+    late: int = 0
+    """Pages mapped just before a tick because nothing had mapped them ahead of it."""
+
+
+class Arena:
+    """Pages of all growing rings of all slots. One thread uses it."""
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        memory: Memory,
+        *,
+        ahead_ticks: int = AHEAD_TICKS,
+        on_demand: bool = True,
+        poison: int = 0,
+    ) -> None:
+        """on_demand False: everything is mapped now and for ever. poison: byte of new pages."""
+        self.layout, self.memory = layout, memory
+        self.counts = Counts()
+        self.ahead_ticks = ahead_ticks
+        self.on_demand = on_demand
+        self.poison = poison
+        lasts = [max(1, min(ahead_ticks, family.page_ticks)) for family in layout.families]
+        self._first_ticks = min(lasts, default=1)
+        per_tick = zip(layout.families, lasts, strict=True)
+        self.pace = math.ceil(sum(len(f.names) * layout.slots / last for f, last in per_tick))
+        """Pages mapped, and pages unmapped, per tick: enough if all slots need one at once."""
+        self.is_short = False
+        """The device had no memory for a page that will be needed: admit nobody."""
+        self.tick = 0
+        self._ages: list[int | None] = [None] * layout.slots
+        self._grows_at = [NEVER] * layout.slots
+        self._live = 0
+        none = range(0)
+        self._held = [[none] * layout.slots for _ in layout.families]
+        self._users = [[0] * family.pages for family in layout.families]
+        self._mapped: set[int] = set()
+        self._wanted: set[int] = set()
+        self._due: list[tuple[int, int]] = []
+        """Heap of (tick before which it must be mapped, page)."""
+        self._unneeded: list[int] = []
+        if not on_demand:
+            for page in range(layout.growing_bytes // layout.page_bytes):
+                self._map(page)
+
+    @property
+    def committed_bytes(self) -> int:
+        """Memory behind both ranges now, spare pages included."""
+        return self.layout.whole_bytes + self.memory.committed_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Addresses of both ranges."""
+        return self.layout.whole_bytes + self.layout.growing_bytes
+
+    def age(self, slot: int) -> int | None:
+        """Ticks since the session in ``slot`` began; None if there is none."""
+        return self._ages[slot]
+
+    def begin(self, slot: int, ticks: int = 0) -> None:
+        """A session begins in ``slot``, ``ticks`` ticks old; its rows are zero (or poison)."""
+        self._ages[slot] = ticks
+        self._wipe(slot)
+        self._hold(slot, ticks)
+        self.counts.joining += self._map_due(self._first_ticks)
+
+    def move(self, source: int, target: int) -> None:
+        """``target`` takes over the session of ``source``: its valid rows are copied."""
+        ticks = self._ages[source]
+        assert ticks is not None, source
+        self.begin(target, ticks)
+        self.memory.settle()
+        for family in self.layout.families:
+            nbytes = family.bytes_at(ticks)
+            for base in family.base_pages if nbytes else ():
+                start = base * family.page_bytes
+                self.memory.copy(
+                    start + target * family.slot_bytes,
+                    start + source * family.slot_bytes,
+                    nbytes,
+                )
+        self._ages[source] = None
+        self._grows_at[source] = NEVER
+
+    def map_all_due(self) -> None:
+        """Map everything wanted by now, however far ahead of its need."""
+        while self._due:
+            self._map_next()
+
+    def before_tick(self, batch: int) -> None:
+        """Make sure that no row which slots 0..batch-1 write in this tick lacks memory."""
+        assert None not in self._ages[:batch], (batch, self._ages)
+        self.counts.late += self._map_due()
+        self.memory.settle()
+
+    def after_launch(self, batch: int) -> None:
+        """Count the tick that was launched, and do a tick's share of mapping and unmapping."""
+        self.tick += 1
+        ages, grows_at = self._ages, self._grows_at
+        for slot in range(batch):
+            age = ages[slot]
+            assert age is not None, slot
+            ages[slot] = age = age + 1
+            if age + self.ahead_ticks >= grows_at[slot]:
+                self._hold(slot, age)
+        if batch != self._live:
+            self._close_up(batch)
+        self._work()
+
+    def _close_up(self, batch: int) -> None:
+        """Hang up what lies beyond the batch, and prepare the slot after it."""
+        for slot in range(batch, self.layout.slots):
+            self._ages[slot] = None
+            self._grows_at[slot] = NEVER
+            for index, family in enumerate(self.layout.families):
+                keep = family.pages_at(slot, self._first_ticks) if slot == batch else range(0)
+                self._set_held(index, family, slot, keep, ticks=0)
+        self._live = batch
+
+    def _hold(self, slot: int, ticks: int) -> None:
+        """Want the pages of ``slot`` for the tick at age ``ticks`` and `ahead_ticks` more."""
+        until = ticks + 1 + self.ahead_ticks
+        soonest = NEVER
+        for index, family in enumerate(self.layout.families):
+            pages = family.pages_at(slot, until)
+            self._set_held(index, family, slot, pages, ticks)
+            soonest = min(soonest, family.grows_at(slot, until))
+        self._grows_at[slot] = soonest if soonest == NEVER else soonest - 1
+
+    def _set_held(self, index: int, family: Family, slot: int, pages: range, ticks: int) -> None:
+        """Replace what ``slot``, at age ``ticks``, holds of a family by ``pages``."""
+        before = self._held[index][slot]
+        if before == pages:
+            return
+        users = self._users[index]
+        for page in pages:
+            if page in before:
+                continue
+            users[page] += 1
+            if users[page] == 1:
+                deadline = self.tick + self._ticks_left(family, slot, page, ticks)
+                for base in family.base_pages:
+                    self._wanted.add(base + page)
+                    if base + page not in self._mapped:
+                        heapq.heappush(self._due, (deadline, base + page))
+            elif self._ticks_left(family, slot, page, ticks) == 0:
+                # Wanted by a neighbour for later, needed by this slot now.
+                for base in family.base_pages:
+                    if base + page not in self._mapped:
+                        heapq.heappush(self._due, (self.tick, base + page))
+        for page in before:
+            if page in pages:
+                continue
+            users[page] -= 1
+            if users[page] == 0:
+                for base in family.base_pages:
+                    self._wanted.discard(base + page)
+                    if self.on_demand:
+                        self._unneeded.append(base + page)
+        self._held[index][slot] = pages
+
+    def _ticks_left(self, family: Family, slot: int, page: int, ticks: int) -> int:
+        """Ticks until a session that is ``ticks`` old writes into ``page``."""
+        rows = (page * family.page_bytes - slot * family.slot_bytes) // family.row_bytes
+        return max(0, int(rows // family.clock.rows_per_tick) - ticks)
+
+    def _wipe(self, slot: int) -> None:
+        """Nothing of an earlier session stays in the rows of ``slot`` that have memory."""
+        for family in self.layout.families:
+            start, stop = slot * family.slot_bytes, (slot + 1) * family.slot_bytes
+            for base in family.base_pages:
+                run_start: int | None = None
+                for page in (*family.span(slot), None):
+                    there = page is not None and base + page in self._mapped
+                    if there and run_start is None:
+                        run_start = page
+                    if run_start is not None and not there:
+                        end = page if page is not None else family.span(slot).stop
+                        low = max(start, run_start * family.page_bytes)
+                        high = min(stop, end * family.page_bytes)
+                        offset = base * family.page_bytes + low
+                        self.memory.fill(offset, high - low, self.poison)
+                        run_start = None
+
+    def _map_due(self, ticks: int = 1) -> int:
+        """Map everything the next ``ticks`` ticks need, at once; how many pages that were."""
+        pages = 0
+        while self._due and self._due[0][0] < self.tick + ticks:
+            pages += self._map_next()
+        return pages
+
+    def _work(self) -> None:
+        budget = self.pace
+        try:
+            while budget and self._due:
+                budget -= self._map_next()
+            self.is_short = False
+        except OutOfPages:
+            self.is_short = True  # tried again every tick; a tick that needs the page now fails
+        budget = self.pace
+        while budget and self._unneeded:
+            page = self._unneeded.pop()
+            if page in self._mapped and page not in self._wanted:
+                self.memory.settle()
+                self.memory.unmap_page(page)
+                self._mapped.discard(page)
+                self.counts.unmapped += 1
+                budget -= 1
+
+    def _map_next(self) -> bool:
+        """Map the page that is due first; False if that had happened or is no longer wanted."""
+        page = self._due[0][1]
+        is_needed = page in self._wanted and page not in self._mapped
+        if is_needed:
+            self._map(page)  # first: if it fails, the page is still due
+        heapq.heappop(self._due)
+        return is_needed
+
+    def _map(self, page: int) -> None:
+        self.memory.map_page(page)
+        self._mapped.add(page)
+        self.counts.mapped += 1
+        size = self.layout.page_bytes
+        self.memory.fill(page * size, size, self.poison)

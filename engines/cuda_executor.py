@@ -1,0 +1,508 @@
+"""Run a bundle on one NVIDIA GPU: one graph replay per tick, state at addresses that never move.
+
+Every stage of a tick runs in ONNX Runtime's CUDA provider on a stream of ours, captured from
+outside (`tick_graph`) together with the copies in and out. There is one graph per exact batch, not
+one per phase and batch: stages write the next value of small state into a second buffer, and the
+last kernel of a tick copies it back over the first. That costs one small kernel and saves half of
+the graphs. Rings are written in place: small ones lie whole in one allocation, large ones in the
+`arena`, page by page.
+
+    join    rows reset by one kernel, first pages there already if the slot was prepared
+    step    map what is missing (nothing, if the arena keeps up) -> launch -> arena works while
+            the device does -> wait
+    move    one kernel for small state, one copy per large ring, of valid rows only
+
+Start-up refuses what cannot work, with the numbers: no GPU, an old driver, an ONNX Runtime without
+CUDA, another box on the same GPU, more slots than fit at full retention. float32 stages compute in
+float32: TF32 is off. Needs the cuda extra; imports neither torch nor onnx.
+"""
+
+import contextlib
+import fcntl
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from engines import cuda
+from engines.arena import Arena
+from engines.bundle import Bundle, BundleError, Dtype, StageSpec
+from engines.clocks import ClockKind
+from engines.cuda import CudaFailed, DevicePtr
+from engines.cuda_memory import HostArray, OutOfPages, Range, page_bytes, write_ordered
+from engines.executor import check_setting
+from engines.kernels.tick import NoiseCall, Row, TickKernels, fill_bytes, table_bytes
+from engines.layout import ArenaLayout, plan_layout
+from engines.ort_executor import STORAGE, StageFailed, check_ports
+from engines.program import Buffer, Step, plan_program
+from engines.tick_graph import Part, TickGraphs, run_eagerly
+
+PROVIDER = "CUDAExecutionProvider"
+LEAST_DRIVER = 13000
+"""cuDriverGetVersion of CUDA 13.0, which the onnxruntime-gpu wheels are built for."""
+WORKSPACE_BYTES = 3 << 29
+"""What ONNX Runtime and the libraries take beside weights and state: 1.1 GB was seen."""
+FOREIGN_BYTES = 1 << 30
+"""More than an empty context takes: somebody else is on the GPU."""
+KERNELS = Path.home() / ".cache" / "duplexbox" / "kernels"
+
+
+class NotReady(BundleError):
+    """This machine cannot run the bundle as asked; the operator's to fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes on the device."""
+
+    weights: int
+    whole: int
+    """State and wires that are there from the start."""
+    committed: int
+    """Rings: pages mapped now, spare ones included."""
+    reserved: int
+    """Rings: addresses."""
+    full: int
+    """Whole and rings when every slot holds a session at full retention."""
+    device_used: int
+    """Everything on the GPU, whoever owns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """How to run; the defaults serve calls, the rest is for tests and measurements."""
+
+    ordinal: int = 0
+    batches: Sequence[int] | None = None
+    """Batches to capture; None: 1..slots."""
+    graphs: bool = True
+    """False: every tick runs eagerly, stage by stage."""
+    on_demand: bool = True
+    """False: all pages are mapped from the start."""
+    poison: int = 0
+    """Byte that new pages hold: 255 makes every unwritten value NaN."""
+    exclusive: bool = True
+    """Refuse a GPU on which another box runs."""
+    provider: Mapping[str, str] | None = None
+    """Further options of the CUDA provider."""
+    kernels: Path = KERNELS
+    """Where compiled kernels are kept."""
+
+
+class CudaExecutor:
+    """`executor.Executor` on a GPU. One thread uses it: the one that made it."""
+
+    def __init__(self, bundle: Bundle, slots: int, options: CudaOptions | None = None) -> None:
+        """Load every stage, lay out state for ``slots`` sessions and capture every batch.
+
+        Raises `BundleError` when a graph does not load or is not what the manifest says,
+        `NotReady` when the machine is at fault, `tick_graph.CaptureFailed`.
+        """
+        self.options = options or CudaOptions()
+        manifest = bundle.manifest
+        if not 1 <= slots <= manifest.largest_batch:
+            raise BundleError(
+                f"{slots} slots were asked for and the batch profiles of {bundle.path} are "
+                f"1..{manifest.largest_batch}. Build more: duplexbox export build --batches "
+                f"1-{max(slots, 1)}"
+            )
+        self.bundle, self.slots = bundle, slots
+        self._closing = contextlib.ExitStack()
+        try:
+            self._open(slots)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def _open(self, slots: int) -> None:
+        options, manifest = self.options, self.bundle.manifest
+        self.device = open_device(options.ordinal)
+        self._closing.callback(self.device.close)
+        if options.exclusive:
+            self._closing.callback(_hold_gpu(self.device).close)
+        self._program = plan_program(manifest)
+        self._regions = {region.name: region for region in manifest.regions}
+        self.layout = plan_layout(manifest, self._program, slots, page_bytes(options.ordinal))
+        self._weights_bytes = sum(
+            spec.bytes for name, spec in manifest.files.items() if "weights/" in name
+        )
+        _check_fits(self.device, self.layout, self._weights_bytes)
+        self.stream = cuda.Stream()
+        self._closing.callback(self.stream.close)
+        self._whole = cuda.allocate(self.layout.whole_bytes)
+        self._closing.callback(cuda.release, self._whole)
+        cuda.fill_bytes(self._whole, options.poison, self.layout.whole_bytes)
+        self.device.synchronize()
+        self._range = Range(self.layout.growing_bytes, options.ordinal)
+        self._closing.callback(self._range.close)
+        self.arena = Arena(
+            self.layout, self._range, on_demand=options.on_demand, poison=options.poison
+        )
+        major, minor = self.device.compute_capability
+        self._kernels = TickKernels(f"sm_{major}{minor}", options.kernels)
+        self._closing.callback(self._kernels.close)
+        self._tables()
+        self._ports()
+        self._sessions = {s.name: self._load(s) for s in manifest.stages if s.graph}
+        self._closing.callback(self._sessions.clear)
+        self._run_options = ort.RunOptions()
+        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self.device.synchronize()
+        self._graphs = TickGraphs(self.stream)
+        self._closing.callback(self._graphs.close)
+        self._parts: dict[int, list[Part]] = {}
+        for slot in range(slots):
+            self.join(slot, {})
+        self.arena.map_all_due()  # warming up writes a few rows
+        for batch in options.batches or range(1, slots + 1):
+            self._prepare(batch)
+        for slot in range(slots):
+            self.join(slot, {})
+        self.stream.synchronize()
+
+    def join(self, slot: int, settings: Mapping[str, float]) -> None:
+        """See `executor.Executor.join`. Raises `cuda_memory.OutOfPages` if the GPU is full."""
+        self._begin(slot, settings, ticks=0)
+
+    def move(self, source: int, target: int) -> None:
+        """See `executor.Executor.move`. Valid rows only are copied of a large ring."""
+        assert 0 <= source < self.slots, (source, self.slots)
+        assert 0 <= target < self.slots, (target, self.slots)
+        if source == target:
+            return
+        self.arena.move(source, target)
+        self._kernels.move(self._all_rows, self._all_count, source, target, self.stream)
+
+    def step(self, batch: int) -> None:
+        """See `executor.Executor.step`. Raises `StageFailed`."""
+        if batch == 0:
+            self.arena.after_launch(0)
+            return
+        try:
+            self.arena.before_tick(batch)
+            if self.options.graphs:
+                self._graphs.replay(batch)
+            else:
+                run_eagerly(self._parts[batch])
+            self.arena.after_launch(batch)
+            self.stream.synchronize()
+        except CudaFailed as err:
+            raise StageFailed(f"the tick failed at batch {batch}: {err}") from err
+        except OutOfPages as err:
+            raise StageFailed(
+                f"the GPU has no memory for rows of this tick ({err}): another process took it "
+                f"after start-up. nvidia-smi lists it"
+            ) from err
+
+    def stage_names(self) -> tuple[str, ...]:
+        """Parts of a tick in order: copies in, the stages, state moved on, copies out."""
+        stages = (stage.name for stage in self.bundle.manifest.stages)
+        return ("copy_in", *stages, "state", "copy_out")
+
+    def step_timed(
+        self, batch: int, now_ns: Callable[[], int], spent_ns: NDArray[np.int64]
+    ) -> None:
+        """`step`, noting in ``spent_ns`` (parts,) the device time of each part.
+
+        Captures a graph with time stamps on first use; ``now_ns`` is used when there are none.
+        """
+        self.arena.before_tick(batch)
+        if self.options.graphs:
+            if not self._graphs.has_timed(batch):
+                self._graphs.capture_timed(batch, self._bind(batch))
+            self._graphs.replay_timed(batch, spent_ns)
+        else:
+            before = now_ns()
+            for index, part in enumerate(self._parts[batch]):
+                part.enqueue()
+                self.stream.synchronize()
+                after = now_ns()
+                spent_ns[index] = after - before
+                before = after
+        self.arena.after_launch(batch)
+
+    def pretend(self, slot: int, ticks: int) -> None:
+        """Put a session into ``slot`` that looks ``ticks`` old: counters, pages, busy rings.
+
+        For measurements: what the rings hold is noise.
+        """
+        self._begin(slot, {}, ticks)
+        for region in self._regions.values():
+            position = region.clock.position(ticks)
+            if region.clock.kind is ClockKind.COUNTER:
+                self._set(region.name, slot, position)
+            elif region.clock.kind is ClockKind.RING and region.dtype in ("bfloat16", "float32"):
+                rows = region.clock.valid_rows(ticks)
+                nbytes = region.whole_bytes // region.clock.retain * rows
+                address = self._address(Buffer(region.name, 0), slot)
+                self._kernels.spread(address, nbytes, region.dtype == "bfloat16", self.stream)
+        self.stream.synchronize()
+
+    def memory(self) -> MemoryUse:
+        """What lies on the device now."""
+        return MemoryUse(
+            weights=self._weights_bytes,
+            whole=self.layout.whole_bytes,
+            committed=self._range.committed_bytes,
+            reserved=self.layout.growing_bytes,
+            full=self.layout.full_bytes(self.slots),
+            device_used=self.device.total_bytes - self.device.free_bytes,
+        )
+
+    def nodes(self, batch: int) -> int:
+        """Kernels, copies and fills in the graph of ``batch`` sessions."""
+        return self._graphs.nodes(batch)
+
+    def region(self, name: str, slot: int) -> NDArray[Any]:
+        """A copy of one session's region, for tests. bfloat16 comes as uint16."""
+        region = self._regions[name]
+        if name in {n for family in self.layout.families for n in family.names}:
+            nbytes = (
+                region.whole_bytes
+                // region.clock.retain
+                * region.clock.valid_rows(self.arena.age(slot) or 0)
+            )
+            shape: tuple[int, ...] = (1, -1, *region.shape[region.clock.axis + 1 :])
+        else:
+            nbytes, shape = region.whole_bytes, region.shape
+        self.stream.synchronize()
+        raw = cuda.read_device(self._address(Buffer(name, 0), slot), nbytes)
+        return np.frombuffer(raw, STORAGE[region.dtype][0]).reshape(shape)
+
+    def close(self) -> None:
+        """See `executor.Executor.close`."""
+        self.stream.synchronize()
+        self._parts = {}
+        self._closing.close()
+
+    def _begin(self, slot: int, settings: Mapping[str, float], ticks: int) -> None:
+        assert 0 <= slot < self.slots, (slot, self.slots)
+        for name, value in settings.items():
+            check_setting(self._regions, name, value)
+        self.arena.begin(slot, ticks)
+        self._kernels.reset(self._all_rows, self._all_count, slot, self.stream)
+        for name, value in settings.items():
+            self._set(name, slot, value)
+
+    def _set(self, name: str, slot: int, value: float) -> None:
+        storage = STORAGE[self._regions[name].dtype][0]
+        raw = np.array(value).astype(storage).tobytes()
+        write_ordered(self._address(Buffer(name, 0), slot), raw, self.stream)
+
+    def _address(self, buffer: Buffer, slot: int = 0) -> DevicePtr:
+        """Where ``slot`` of a buffer lies."""
+        place = self.layout.whole.get(buffer)
+        if place is not None:
+            return DevicePtr(self._whole + place.offset_bytes + slot * place.row_bytes)
+        offset = self.layout.ring_offset(buffer.name)
+        assert offset is not None, buffer
+        return DevicePtr(self._range.base + offset + slot * self._regions[buffer.name].whole_bytes)
+
+    def _tables(self) -> None:
+        """Row tables on the device: all regions that lie whole, and those to copy back."""
+        after = self._program.current[1]
+        rows: list[Row] = []
+        back: list[Row] = []
+        for region in self._regions.values():
+            if Buffer(region.name, 0) not in self.layout.whole:
+                assert region.fill == 0, f"{region.name}: a ring in pages begins with zeros"
+                continue
+            moved = after[region.name] == 1
+            row = Row(
+                self._address(Buffer(region.name, 0)),
+                self._address(Buffer(region.name, 1)) if moved else 0,
+                region.whole_bytes,
+                fill_bytes(region.fill, STORAGE[region.dtype][0], region.dtype == "bfloat16"),
+            )
+            rows.append(row)
+            if moved:
+                back.append(row)
+        self._all_count, self._back_count = len(rows), len(back)
+        self._all_rows, self._back_rows = self._table(rows), self._table(back)
+
+    def _table(self, rows: Sequence[Row]) -> DevicePtr:
+        raw = table_bytes(rows) or bytes(32)
+        table = cuda.allocate(len(raw))
+        self._closing.callback(cuda.release, table)
+        cuda.write_device(table, raw)
+        return table
+
+    def _ports(self) -> None:
+        """Page-locked arrays the caller reads and writes."""
+        manifest = self.bundle.manifest
+        samples = manifest.timing.samples_per_frame
+        self._pcm_in = self._host((self.slots, samples), np.float32)
+        self._pcm_out = self._host((self.slots, samples), np.float32)
+        self._text = self._host((self.slots,), np.int64)
+        self._valid = self._host((self.slots,), np.bool_)
+        self._valid.array[...] = True
+        self.audio_in: NDArray[np.float32] = self._pcm_in.array
+        self.audio_out: NDArray[np.float32] = self._pcm_out.array
+        self.text: NDArray[np.int64] = self._text.array
+        self.valid: NDArray[np.bool_] = self._valid.array
+
+    def _host(self, shape: tuple[int, ...], dtype: type[np.generic]) -> HostArray:
+        host = HostArray(shape, dtype)
+        self._closing.callback(host.close)
+        return host
+
+    def _load(self, stage: StageSpec) -> ort.InferenceSession:
+        settings = ort.SessionOptions()
+        settings.log_severity_level = 3
+        # A stage that falls back to the CPU would wait for the device in the middle of a tick.
+        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        provider = {
+            "device_id": str(self.options.ordinal),
+            "use_tf32": "0",
+            "user_compute_stream": str(int(self.stream.handle)),
+            # Trying out algorithms takes minutes over all batches, and picks by luck.
+            "cudnn_conv_algo_search": "HEURISTIC",
+            "arena_extend_strategy": "kSameAsRequested",
+        } | dict(self.options.provider or {})
+        path = self.bundle.file(stage.graph)
+        try:
+            session = ort.InferenceSession(str(path), settings, providers=[(PROVIDER, provider)])
+        except Exception as err:  # ONNX Runtime raises a dozen unrelated classes
+            raise BundleError(
+                f"{path}: ONNX Runtime {ort.__version__} cannot load stage {stage.name} on "
+                f"{self.device.name}: {str(err).splitlines()[0]}"
+            ) from err
+        check_ports(session, path, stage)
+        return session
+
+    def _prepare(self, batch: int) -> None:
+        """Bind ``batch``, and capture it unless ticks run eagerly."""
+        parts = self._bind(batch)
+        for slot in range(batch):
+            self._kernels.reset(self._all_rows, self._all_count, slot, self.stream)
+        if self.options.graphs:
+            self._graphs.capture(batch, parts)
+        else:
+            self._parts[batch] = parts
+
+    def _bind(self, batch: int) -> list[Part]:
+        manifest, stream = self.bundle.manifest, self.stream
+        frame_bytes = manifest.timing.samples_per_frame * 4
+        hear = self._address(Buffer(manifest.audio.input, 0))
+        out = [
+            (self._pcm_out, manifest.audio.output, frame_bytes),
+            (self._text, manifest.text.output, 8),
+        ]
+        if manifest.audio.valid:
+            out.append((self._valid, manifest.audio.valid, 1))
+        returns = [(host, self._address(Buffer(name, 0)), n * batch) for host, name, n in out]
+
+        def copy_out() -> None:
+            for host, source, nbytes in returns:
+                host.from_device(source, nbytes, stream)
+
+        back = self._back_rows
+        return [
+            Part("copy_in", lambda: self._pcm_in.to_device(hear, batch * frame_bytes, stream)),
+            *(Part(s.stage.name, self._bind_step(s, batch)) for s in self._program.steps[0]),
+            Part("state", lambda: self._kernels.back(back, self._back_count, batch, stream)),
+            Part("copy_out", copy_out),
+        ]
+
+    def _bind_step(self, step: Step, batch: int) -> Callable[[], None]:
+        if step.stage.builtin:
+            seed, frame = (self._address(bound.buffer) for bound in step.inputs)
+            (noise,) = step.outputs
+            rows, candidates = noise.tensor.row_shape
+            call = NoiseCall(seed, frame, self._address(noise.buffer), batch, rows, candidates)
+            return lambda: self._kernels.noise(call, self.stream)
+        session, run_options = self._sessions[step.stage.name], self._run_options
+        binding = session.io_binding()
+        for bind, side in ((binding.bind_input, step.inputs), (binding.bind_output, step.outputs)):
+            for bound in side:
+                tensor = bound.tensor
+                bind(
+                    tensor.name,
+                    "cuda",
+                    self.options.ordinal,
+                    _element(tensor.dtype),
+                    (batch, *tensor.row_shape),
+                    int(self._address(bound.buffer)),
+                )
+        return lambda: session.run_with_iobinding(binding, run_options)
+
+
+def open_device(ordinal: int) -> cuda.Device:
+    """The GPU, with everything around it checked. Raises `NotReady` with the remedy."""
+    if PROVIDER not in ort.get_available_providers():
+        raise NotReady(
+            f"onnxruntime {ort.__version__} has no {PROVIDER}. Install the GPU build: "
+            f"pip uninstall onnxruntime && pip install 'duplexbox[cuda]'"
+        )
+    try:
+        device = cuda.Device(ordinal)
+    except (cuda.NoCuda, CudaFailed) as err:
+        raise NotReady(
+            f"GPU {ordinal} cannot be used: {err}. nvidia-smi lists the GPUs of this machine"
+        ) from None
+    version = int(cuda.call("cuDriverGetVersion"))
+    if version < LEAST_DRIVER:
+        device.close()
+        raise NotReady(
+            f"the driver speaks CUDA {version // 1000}.{version % 1000 // 10} and "
+            f"{LEAST_DRIVER // 1000}.0 is needed. Install a driver of the 580 series or later"
+        )
+    ort.preload_dlls()
+    return device
+
+
+def _hold_gpu(device: cuda.Device) -> IO[str]:
+    """Lock the GPU against a second box; closing the file lets go of it."""
+    path = Path(tempfile.gettempdir()) / f"duplexbox-gpu-{device.uuid}.lock"
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise NotReady(
+            f"process {holder} already runs a box on {device.name}. Stop it first "
+            f"(kill {holder}), or give this one another GPU"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _check_fits(device: cuda.Device, layout: ArenaLayout, weights: int) -> None:
+    """Raise `NotReady` unless all slots fit at full retention, beside the weights."""
+    free, total = device.free_bytes, device.total_bytes
+    needed = weights + layout.full_bytes(layout.slots) + WORKSPACE_BYTES
+    if needed <= free:
+        return
+    per_session = (layout.full_bytes(layout.slots) - layout.full_bytes(0)) / layout.slots
+    left = free - weights - WORKSPACE_BYTES - layout.whole_bytes
+    fit = max(0, math.floor(left / max(per_session, 1)))
+    foreign = total - free
+    others = (
+        f" (other processes hold about {foreign / 1e9:.1f} GB: nvidia-smi lists them)"
+        if foreign > FOREIGN_BYTES
+        else ""
+    )
+    remedy = f"Run at most {fit} slots" if fit else "Use a larger GPU"
+    raise NotReady(
+        f"{layout.slots} slots need {needed / 1e9:.1f} GB on {device.name}: weights "
+        f"{weights / 1e9:.1f}, sessions at full retention "
+        f"{layout.full_bytes(layout.slots) / 1e9:.1f}, workspace {WORKSPACE_BYTES / 1e9:.1f}; "
+        f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free{others}. {remedy}"
+    )
+
+
+def _element(dtype: Dtype) -> int:
+    """ONNX TensorProto.DataType of a dtype."""
+    return STORAGE[dtype][1]

@@ -1,0 +1,236 @@
+"""The arena on memory that faults: whatever sessions do, no tick writes where nothing is mapped."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engines.arena import Arena
+from engines.clocks import ClockKind, NativeClock, Order
+from engines.cuda_memory import OutOfPages
+from engines.layout import ArenaLayout, Family
+
+PAGE = 32
+SLOTS = 6
+
+
+class FaultyMemory:
+    """Bytes that may be touched only where a page is mapped; new pages are full of junk."""
+
+    def __init__(self, nbytes: int, pages: int = 1 << 30) -> None:
+        self.bytes = np.full(nbytes, 0xAA, np.uint8)
+        self.mapped: set[int] = set()
+        self.pages = pages
+
+    @property
+    def committed_bytes(self) -> int:
+        return len(self.mapped) * PAGE
+
+    def map_page(self, page: int) -> None:
+        assert page not in self.mapped
+        if len(self.mapped) >= self.pages:
+            raise OutOfPages(f"{self.pages} pages are all there are")
+        self.mapped.add(page)
+        self.bytes[page * PAGE : (page + 1) * PAGE] = 0xAA
+
+    def unmap_page(self, page: int) -> None:
+        self.mapped.remove(page)
+
+    def fill(self, offset_bytes: int, nbytes: int, value: int) -> None:
+        self.at(offset_bytes, nbytes)[:] = value
+
+    def copy(self, target_bytes: int, source_bytes: int, nbytes: int) -> None:
+        self.at(target_bytes, nbytes)[:] = self.at(source_bytes, nbytes)
+
+    def settle(self) -> None:
+        pass
+
+    def at(self, offset: int, nbytes: int) -> np.ndarray:
+        for page in range(offset // PAGE, (offset + nbytes - 1) // PAGE + 1):
+            assert page in self.mapped, f"page {page} is touched and not mapped"
+        return self.bytes[offset : offset + nbytes]
+
+
+def rings(slots: int = SLOTS) -> ArenaLayout:
+    """Two families: one row a tick (3 rings of 20 rows of 5 bytes), two rows a tick."""
+    families = []
+    base = 0
+    for count, advance, retain, row in ((3, "1", 20, 5), (2, "2", 18, 7)):
+        clock = NativeClock(ClockKind.RING, 0, advance, retain=retain, order=Order.MODULO)
+        pages = -(-slots * retain * row // PAGE)
+        bases = tuple(base + i * pages for i in range(count))
+        names = tuple(f"{advance}.{i}" for i in range(count))
+        families.append(Family(names, clock, retain * row, PAGE, bases, pages))
+        base += count * pages
+    return ArenaLayout(slots, PAGE, {}, 0, tuple(families), base * PAGE)
+
+
+class Sessions:
+    """Runs ticks as a device would: every live session writes its rows and reads all of them."""
+
+    def __init__(self, arena: Arena, memory: FaultyMemory) -> None:
+        self.arena, self.memory = arena, memory
+        self.stamps: list[int] = []
+        self.started = 0
+
+    def join(self) -> None:
+        self.started += 1
+        self.arena.begin(len(self.stamps))
+        self.stamps.append(self.started)
+
+    def leave(self, slot: int) -> None:
+        last = len(self.stamps) - 1
+        if slot != last:
+            self.arena.move(last, slot)
+            self.stamps[slot] = self.stamps[last]
+        self.stamps.pop()
+
+    def tick(self) -> None:
+        batch = len(self.stamps)
+        self.arena.before_tick(batch)
+        for slot, stamp in enumerate(self.stamps):
+            age = self.arena.age(slot)
+            assert age is not None
+            for family in self.arena.layout.families:
+                for base in family.base_pages:
+                    self._step(family, base * PAGE + slot * family.slot_bytes, age, stamp)
+        self.arena.after_launch(batch)
+
+    def _step(self, family: Family, start: int, age: int, stamp: int) -> None:
+        size, clock = family.row_bytes, family.clock
+        for position in range(clock.position(age), clock.position(age + 1)):
+            row = self.memory.at(start + clock.row_of(position) * size, size)
+            row[:] = (stamp + position) % 251
+        last = clock.position(age + 1)
+        for position in range(max(0, last - clock.retain), last):
+            row = self.memory.at(start + clock.row_of(position) * size, size)
+            assert (row == (stamp + position) % 251).all(), (stamp, position)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ahead_ticks", [0, 1, 3, 40])
+def test_callers_come_and_go_and_no_row_is_lost_or_without_memory(
+    seed: int, ahead_ticks: int
+) -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=ahead_ticks)
+    sessions = Sessions(arena, memory)
+    chance = random.Random(seed)
+    for _ in range(150):
+        if len(sessions.stamps) < SLOTS and chance.random() < 0.15:
+            sessions.join()
+        if sessions.stamps and chance.random() < 0.12:
+            sessions.leave(chance.randrange(len(sessions.stamps)))
+        sessions.tick()
+    assert arena.counts.late == 0 or ahead_ticks == 0
+    while sessions.stamps:
+        sessions.leave(0)
+    for _ in range(200):
+        sessions.tick()
+    first = min(max(1, min(ahead_ticks, f.page_ticks)) for f in layout.families)
+    prepared = sum(len(f.pages_at(0, first)) * len(f.names) for f in layout.families)
+    assert len(memory.mapped) == prepared
+    assert arena.counts.mapped - arena.counts.unmapped == prepared
+
+
+def test_what_is_committed_is_what_was_predicted() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=0)
+    sessions = Sessions(arena, memory)
+    for tick in range(40):
+        if tick in (0, 4, 11):
+            sessions.join()
+        sessions.tick()
+        ages = [(arena.age(slot) or 0) + 1 for slot in range(len(sessions.stamps))]
+        prepared = layout.committed_bytes([*ages, 1])
+        assert layout.committed_bytes(ages) <= arena.committed_bytes <= prepared, tick
+    assert arena.reserved_bytes == layout.growing_bytes
+
+
+def test_a_prepared_slot_costs_a_joiner_nothing() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    sessions = Sessions(Arena(layout, memory, ahead_ticks=6), memory)
+    sessions.join()
+    first = sessions.arena.counts.joining
+    assert first > 0
+    for _ in range(8):
+        sessions.tick()
+    sessions.join()
+    assert sessions.arena.counts.joining == first
+
+
+def test_mapping_is_spread_over_the_ticks_before_it_is_needed() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=5)
+    sessions = Sessions(arena, memory)
+    for _ in range(SLOTS):
+        sessions.join()
+    for _ in range(30):
+        before = arena.counts.mapped
+        sessions.tick()
+        assert arena.counts.mapped - before <= arena.pace
+    assert arena.counts.late == 0
+
+
+def test_a_new_session_finds_nothing_of_the_one_before() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=2)
+    sessions = Sessions(arena, memory)
+    for _ in range(3):
+        sessions.join()
+    for _ in range(25):
+        sessions.tick()
+    arena.begin(1)
+    for family in layout.families:
+        for base in family.base_pages:
+            for page in family.span(1):
+                if base + page in memory.mapped:
+                    low = max(page * PAGE, family.slot_bytes)
+                    high = min((page + 1) * PAGE, 2 * family.slot_bytes)
+                    assert not memory.at(base * PAGE + low, high - low).any()
+
+
+def test_static_allocation_maps_everything_once() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, on_demand=False)
+    sessions = Sessions(arena, memory)
+    for _ in range(4):
+        sessions.join()
+    for _ in range(30):
+        sessions.tick()
+    sessions.leave(0)
+    sessions.tick()
+    assert memory.committed_bytes == layout.growing_bytes
+    assert arena.counts.mapped == layout.growing_bytes // PAGE
+    assert arena.counts.unmapped == 0
+
+
+def test_a_full_device_is_known_before_a_session_suffers() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes, pages=26)
+    arena = Arena(layout, memory, ahead_ticks=5)
+    sessions = Sessions(arena, memory)
+    sessions.join()
+    sessions.join()
+    short_at: list[int] = []
+
+    def run() -> None:
+        for tick in range(40):
+            sessions.tick()
+            if arena.is_short:
+                short_at.append(tick)
+
+    with pytest.raises(OutOfPages):
+        run()
+    assert arena.tick - short_at[0] >= 2
+    sessions.leave(1)  # a hang-up gives its pages back, and the other goes on
+    memory.pages = 30
+    for _ in range(30):
+        sessions.tick()
+    assert not arena.is_short
