@@ -92,7 +92,11 @@ def suite(name: str) -> list[Timing]:
             )
             for batch, position in cases
         ]
-        return timings + [Timing(codec(), batch, 1000) for batch in (1, 32, 64, 160)]
+        timings += [Timing(codec(), batch, 1000) for batch in (1, 32, 64, 160)]
+        # Grouped query heads: 4 share a KV head (one warp serves them), or 8 (two warps, and rows
+        # are written by a launch of their own).
+        timings += [Timing(RingShape(BF16, 32, heads, 128, 3000), 64, 3000) for heads in (8, 4)]
+        return timings
     if name == "spread":
         return [
             Timing(shape, batch, 3000, spread)
@@ -307,7 +311,8 @@ def main() -> None:
         rows.append(row)
         t, kind = row["tuning"], "narrow" if row["narrow"] else "wide"
         print(
-            f"{row['cache']:9}{row['batch']:4} x {row['valid_rows']!s:5} "
+            f"{row['cache']:9}{row['heads'][0]}/{row['heads'][1]} "
+            f"{row['batch']:3} x {row['valid_rows']!s:5} "
             f"{'narrow' if row['narrow'] else 'wide ' + str(row['segments_per_warp']):7}"
             f"buf {t['wide_buffers']} warps {t[kind + '_warps']:2} regs {row['registers']} "
             f"local {row['local_bytes']:3}: {row['layers_us'] / 1e3:7.3f} ms "

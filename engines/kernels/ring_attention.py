@@ -33,6 +33,12 @@ target, the head's constants in `RingTuning` and on how q rows are grouped (P * 
 **Limits.** 8-bit rings hold q as two halves: |q| must stay below 65504. A position is taken mod
 2^32, and its float32 image, which RoPE multiplies, is exact up to 2^24 rows (15 days at 12.5 Hz).
 
+**Plugging it in.** Per kind of ring, ``nvrtc.compile_source(SOURCE, shape.definitions(), target)``
+once per target; at load, one ``RingKernels(shape, cubin, multiprocessors)``; per captured batch
+and layer, ``kernels.launch(ring_params(shape, batch, q=..., ...), stream)`` between the two
+subgraphs, captured like any launch. What changes from tick to tick is device memory: positions,
+slots, page table. Nothing is allocated and nothing is read back.
+
 Not here: compiling (nvrtc.py), driver calls (cuda.py), what the numbers should be
 (ring_reference.py), advancing positions, committing pages.
 """
@@ -96,8 +102,6 @@ class RingTuning:
     wide_warps: int = 8
     """Warps per multiprocessor that registers are limited for, a multiple of 4."""
     narrow_warps: int = 12
-    l2_prefetch_bytes: int = 0
-    """L2 fetch granularity asked for by ring loads: 0 (default), 64, 128 or 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,6 @@ class RingShape:
 
     def definitions(self) -> dict[str, str | int]:
         """Macros that ring_attention.cu is compiled with for this shape."""
-        prefetch = self.tuning.l2_prefetch_bytes
         # Tensor cores always take 4 query columns; one kernel serves any number.
         is_float = self.cache is CacheType.FLOAT32
         queries = min(QUERIES_PER_WARP, self.queries) if is_float else QUERIES_PER_WARP
@@ -183,7 +186,6 @@ class RingShape:
             "RING_WIDE_BUFFERS": self.tuning.wide_buffers,
             "RING_WIDE_WARPS": self.tuning.wide_warps,
             "RING_NARROW_WARPS": self.tuning.narrow_warps,
-            "RING_L2_PREFETCH": f'".L2::{prefetch}B"' if prefetch else '""',
         }
 
 

@@ -61,6 +61,7 @@ __device__ __forceinline__ void attend(const RingParams& a, const RingClock& clo
     int lane = threadIdx.x % LANES;
     int group = a.query_heads / a.kv_heads;
     constexpr int BUFFERS = buffers<NARROW>(UNITS);
+    static_assert(UNITS % BUFFERS == 0, "unit u of every chunk must lie in buffer u % BUFFERS");
     Unit buffer[BUFFERS];
 #pragma unroll
     for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, a, work, first);

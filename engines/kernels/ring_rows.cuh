@@ -9,8 +9,7 @@
 //   RING_HEAD_DIM  64 or 128
 //   RING_STEP_ROWS rows written and queries asked per step, 1..4
 //   RING_QUERIES   float32 only: query rows held by one warp, 1..4
-//   RING_SEGMENT_ROWS, RING_WIDE_BUFFERS, RING_WIDE_WARPS, RING_NARROW_WARPS,
-//   RING_L2_PREFETCH
+//   RING_SEGMENT_ROWS, RING_WIDE_BUFFERS, RING_WIDE_WARPS, RING_NARROW_WARPS
 //                  see RingTuning in ring_attention.py
 
 #define CACHE_BF16 0
@@ -280,7 +279,7 @@ __device__ __forceinline__ void load_queries(const RingParams& a, const RingCloc
 // 16 bytes of the ring: read once per tick, so kept out of L1.
 __device__ __forceinline__ uint4 load_ring16(const char* address) {
     uint4 x;
-    asm volatile("ld.global.L1::no_allocate" RING_L2_PREFETCH ".v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(address)
                  : "memory");

@@ -338,6 +338,7 @@ __device__ __forceinline__ void attend(const RingParams& a, const RingClock& clo
     float scale = a.score_scale;
     if (RING_CACHE != CACHE_BF16) scale = __fmul_rn(scale, a.k_scale[work.head]);
     constexpr int BUFFERS = buffers<NARROW>(UNITS);
+    static_assert(UNITS % BUFFERS == 0, "unit u of every chunk must lie in buffer u % BUFFERS");
     Unit buffer[BUFFERS];
 #pragma unroll
     for (int u = 0; u < BUFFERS; ++u) load_unit(buffer[u], u, a, work, first);

@@ -61,9 +61,12 @@ def check_rows(case: Case, k_cache: Array, v_cache: Array) -> None:
     new = case.k_new.size * k.itemsize
     assert len(different) <= 2 + 0.01 * new, (len(different), new)
     if case.shape.cache is CacheType.BFLOAT16:
-        step = np.abs(k.astype(np.int64) - k_cache.astype(np.int64)).max()
-    else:
-        step = np.abs(k.view(np.int8).astype(int) - k_cache.view(np.int8).astype(int)).max()
+        # A difference of two products can be as small as what sine and cosine differ by.
+        k, k_cache = ref.bf16_values(k), ref.bf16_values(k_cache)
+        changed = np.abs(np.nan_to_num(k) - np.nan_to_num(k_cache))
+        assert (changed <= np.abs(np.nan_to_num(k)) * 2.0**-7 + 2e-6).all(), changed.max()
+        return
+    step = np.abs(k.view(np.int8).astype(int) - k_cache.view(np.int8).astype(int)).max()
     assert step <= 1
 
 
