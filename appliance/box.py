@@ -9,6 +9,7 @@ control thread, then the ledger (which writes what is left), then sockets and me
 """
 
 import gc
+import importlib.metadata
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ from appliance.step_model import StepSamples
 from appliance.switchboard import Switchboard
 from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
+from engines.bundle import Bundle
 from engines.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class Box:
         """Binds the socket and makes the ledger's folder; nothing runs yet.
 
         memory_bytes: what the state of all sessions may take, unless the config says.
-        Raises `ConfigError` or `switchboard.SocketTaken`.
+        Raises `ConfigError` or `listener.SocketTaken`.
         """
         timing = executor.bundle.manifest.timing
         self.executor = executor
@@ -65,6 +67,7 @@ class Box:
         self.switchboard = Switchboard(
             path=config.control.socket,
             bundle=executor.bundle,
+            slots=min(config.engine.slots or executor.slots, executor.slots),
             loop=self.loop,
             ledger=self.ledger,
             clock=clock,
@@ -117,14 +120,25 @@ class Box:
 def open_box(config: Config) -> Box:
     """The box a config asks for, on this machine's clock.
 
-    Raises `ConfigError`, `engines.bundle.BundleError` or `switchboard.SocketTaken`.
+    Raises `ConfigError`, `engines.bundle.BundleError` or `listener.SocketTaken`.
     """
-    from engines.ort_executor import OrtExecutor  # loads ONNX Runtime, which lines do not need
-
     bundle = bundles.read(config.engine.bundle)
     available = available_memory_bytes()
-    executor = OrtExecutor(bundle, config.engine.slots or bundle.manifest.largest_batch)
+    executor = open_executor(bundle, config.engine.slots or bundle.manifest.largest_batch)
     return Box(config, executor, MonotonicClock(), available)
+
+
+def open_executor(bundle: Bundle, slots: int) -> Executor:
+    """What runs ``bundle`` on this machine. Raises `engines.bundle.BundleError`."""
+    from engines.ort_executor import OrtExecutor  # loads ONNX Runtime, which lines do not need
+
+    return OrtExecutor(bundle, slots)
+
+
+def engine_name() -> str:
+    """What `open_executor` opens, with its version, for a certificate."""
+    version = importlib.metadata.version("onnxruntime")
+    return f"ONNX Runtime {version}, CPU, one thread"
 
 
 def available_memory_bytes() -> int:

@@ -25,6 +25,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_call_arguments(call)
     call.set_defaults(run=run_call)
 
+    callers = verbs.add_parser("callers", help="place many synthetic callers into a running box")
+    _add_callers_arguments(callers)
+    callers.set_defaults(run=run_callers)
+
+    certify = verbs.add_parser("certify", help="how many sessions hold on this machine, proven")
+    certify.add_argument("bundle", type=Path)
+    how = certify.add_mutually_exclusive_group()
+    how.add_argument("--sessions", type=int, metavar="N", help="measure N sessions")
+    how.add_argument("--find", action="store_true", help="search the most that hold (default)")
+    certify.add_argument(
+        "--minutes", type=float, default=10.0, metavar="M", help="all sessions at once (10)"
+    )
+    certify.add_argument("--quick", action="store_true", help="seconds, not minutes: no evidence")
+    certify.add_argument("--out", type=Path, metavar="DIR", help="default: out/certify-<time>")
+    certify.add_argument("--speech", nargs="+", type=Path, metavar="WAV", help="what callers say")
+    for name, help_ in (
+        ("jitter-ms", "frames are late by 0 to this"),
+        ("loss", "share of frames that never arrive"),
+        ("skew-ppm", "callers' clocks spread over plus and minus this"),
+    ):
+        certify.add_argument(f"--{name}", type=float, metavar="X", help=help_)
+    certify.set_defaults(run=run_certify)
+
     demo = verbs.add_parser("demo", help="three callers on this CPU, in real time")
     demo.add_argument("--out", type=Path, metavar="DIR", help="default: out/demo-<time>")
     demo.add_argument("--bundle", type=Path, metavar="DIR", help="default: the demo's own")
@@ -63,10 +86,37 @@ def run_call(args: argparse.Namespace) -> int:
     return file.run_calls(args)
 
 
+def _add_callers_arguments(parser: argparse.ArgumentParser) -> None:
+    from appliance.lines import callers
+
+    callers.add_arguments(parser)
+
+
+def run_callers(args: argparse.Namespace) -> int:
+    from appliance.lines import callers
+
+    return callers.run_callers(args)
+
+
+def run_certify(args: argparse.Namespace) -> int:
+    from appliance import certify
+    from appliance.clock import wall_stamp
+    from engines.bundle import BundleError
+
+    out: Path = args.out or Path("out") / f"certify-{wall_stamp()}"
+    try:
+        asked = certify.plan(args)
+        return certify.run(args.bundle, asked, out, _say, _progress_line())
+    except certify.UsageError as err:
+        return _fail(args, err, 2)
+    except (BundleError, certify.CertifyFailed) as err:
+        return _fail(args, err, 1)
+
+
 def run_serve(args: argparse.Namespace) -> int:
     from appliance import log
     from appliance.box import open_box
-    from appliance.switchboard import SocketTaken
+    from appliance.listener import SocketTaken
     from engines.bundle import BundleError
 
     log.set_up(verbose=args.verbose)
@@ -104,8 +154,9 @@ def run_ledger(args: argparse.Namespace) -> int:
     from appliance import ledger, report
     from appliance.plot import margin_plot
 
+    unreadable: list[ledger.LedgerError] = []
     try:
-        calls, unreadable = ledger.read_folder(args.folder)
+        calls = ledger.read_folder(args.folder, unreadable)
         summary = report.summarise(calls)
         if args.plot:
             title = f"{args.folder}: margin of {len(calls)} calls"

@@ -47,7 +47,7 @@ class Join(_Message, frozen=True):
     """Kind of line: file, local, websocket, sip."""
     caller: Annotated[str, Meta(max_length=200)]
     """Who calls, as the line knows it; goes into the ledger."""
-    settings: Annotated[dict[str, float], Meta(max_length=64)] = {}
+    settings: Annotated[dict[Annotated[str, Meta(max_length=100)], float], Meta(max_length=64)] = {}
     """Values of the bundle's `constant` regions by name, such as sampling.temperature."""
 
 

@@ -95,7 +95,7 @@ def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: 
     t0_ns = box.loop.grid.t0_ns
     try:
         # The folder may hold the calls of an earlier demo, which had another grid.
-        calls = [c for c in ledger.read_folder(calls_folder)[0] if c.header.t0_ns == t0_ns]
+        calls = [c for c in ledger.read_folder(calls_folder, []) if c.header.t0_ns == t0_ns]
     except ledger.LedgerError:
         calls = []
     if not calls:

@@ -245,26 +245,25 @@ def read_call(path: Path) -> Call:
     )
 
 
-def read_folder(folder: Path) -> tuple[list[Call], list[LedgerError]]:
-    """All calls in ``folder``, oldest first, and what is wrong with each file that is none.
+def read_folder(folder: Path, unreadable: list[LedgerError] | None = None) -> list[Call]:
+    """All calls in ``folder``, oldest first; ``folder`` may also be one call's file.
 
-    A box that is killed may leave a file without a header; the other calls are still worth reading.
-    Raises `LedgerError` when there is no call at all, or when ``folder`` is one file and no call.
+    unreadable: takes what is wrong with each file that is no call, as a box that is killed may
+    leave one without a header; None: the first such file is raised.
+    Raises `LedgerError` when there is no call at all, too.
     """
-    if not folder.is_dir():
-        return [read_call(folder)], []
+    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else [folder]
+    if not paths:
+        raise LedgerError(f"{folder} holds no call (*{SUFFIX}); name the [ledger] folder of a box")
     calls: list[Call] = []
-    unreadable: list[LedgerError] = []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
+    for path in paths:
         try:
             calls.append(read_call(path))
         except LedgerError as err:
+            if unreadable is None or len(paths) == 1:
+                raise
             unreadable.append(err)
-    if not calls and unreadable:
-        raise unreadable[0]
-    if not calls:
-        raise LedgerError(f"{folder} holds no call (*{SUFFIX}); name the [ledger] folder of a box")
-    return calls, unreadable
+    return calls
 
 
 def _of_kind(rows: NDArray[np.uint8], kind: Kind, layout: np.dtype[np.void]) -> NDArray[np.void]:

@@ -14,7 +14,6 @@ import os
 import secrets
 import selectors
 import socket
-import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,12 +28,18 @@ from appliance.frame_ring import Capacities, Channel, ChannelError
 from appliance.leases import Lease, Leases
 from appliance.ledger import Header, Why
 from appliance.ledger_writer import LedgerWriter
+from appliance.listener import Listener
+from appliance.log import Seldom
 from appliance.session import Event, Session, SessionId, State
 from appliance.step_model import StepSamples
 from appliance.tick_loop import Arrive, Depart, Left, Seat, TickLoop, WentLive
 from engines.bundle import Bundle
 
 logger = logging.getLogger(__name__)
+
+MOST_LINES = 64
+"""Connections at once: far more line processes than a box has lines, and few enough that they
+cannot use up the descriptors that calls need."""
 
 POLL_S = 0.01
 """How long news from the tick or the ledger may lie; a connection is answered at once."""
@@ -47,10 +52,6 @@ ENDED: dict[Event, Why] = {
     Event.TIMEOUT: Why.TIMEOUT,
     Event.SHED: Why.SHED,
 }
-
-
-class SocketTaken(RuntimeError):
-    """The control socket cannot be had; the operator's to fix."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +80,7 @@ class Switchboard:
         self,
         path: Path,
         bundle: Bundle,
+        slots: int,
         loop: TickLoop,
         ledger: LedgerWriter,
         clock: Clock,
@@ -89,23 +91,25 @@ class Switchboard:
         samples: StepSamples,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Binds the socket. samples: of the engine's calibration. Raises `SocketTaken`."""
+        """Binds the socket. slots: at most the engine's. samples: of its calibration.
+
+        Raises `listener.SocketTaken`.
+        """
         self.ready = False
         """Set by the main thread once the engine is warm."""
         self.calls_ended = 0
         self.sessions_shed = 0
         self.refusals: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        self._path = path
         self._bundle = bundle
         self._loop = loop
         self._ledger = ledger
         self._clock = clock
         self._policy = policy
         self.foresight = Foresight(
-            loop, bundle.manifest, admission, memory_bytes, session_bytes, samples
+            loop, bundle.manifest, admission, slots, memory_bytes, session_bytes, samples
         )
         self._on_failure = on_failure
-        self._leases = Leases(loop.executor.slots)
+        self._leases = Leases(slots)
         self._calls: dict[SessionId, _Call] = {}
         self._token = secrets.token_hex(4)
         self._drain_until_ns: int | None = None
@@ -113,8 +117,12 @@ class Switchboard:
         self._seen_late = (0, 0)
         self._quiet_until_ns = 0
         self._selector = selectors.DefaultSelector()
-        self._listener = _listen(path)
+        self._listener = Listener(path)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
+        # What a peer can cause at will is logged seldom, each kind for itself.
+        self._cut_off = Seldom(logger, logging.WARNING)
+        self._turned_away = Seldom(logger, logging.WARNING)
+        self._refused = Seldom(logger, logging.INFO)
         self._thread = threading.Thread(target=self._run, name="control")
 
     @property
@@ -155,7 +163,6 @@ class Switchboard:
                 key.data.socket.close()
         self._selector.close()
         self._listener.close()
-        self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         try:
@@ -188,12 +195,12 @@ class Switchboard:
     # --- lines
 
     def _accept(self) -> None:
-        try:
-            peer, _ = self._listener.accept()
-        except OSError as err:  # it went away again, or we have no descriptors left
-            logger.warning("a line could not be let in: %s", err.strerror or err)
+        lines = len(self._selector.get_map()) - 1  # the listener is in it, too
+        peer, problem = self._listener.accept(has_room=lines < MOST_LINES)
+        if peer is None:
+            now_ns = self._clock.now_ns()
+            self._turned_away.say(now_ns, "a line was not let in: %s; %d are", problem, lines)
             return
-        peer.setblocking(False)
         connection = _Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, connection)
         manifest = self._bundle.manifest
@@ -229,7 +236,8 @@ class Switchboard:
         try:
             message = control.decode_to_box(raw)
         except control.ControlError as err:
-            logger.warning("a line was cut off: it sent %d bytes that are %s", len(raw), err)
+            now_ns = self._clock.now_ns()
+            self._cut_off.say(now_ns, "a line was cut off: it sent %d bytes, %s", len(raw), err)
             self._lose(connection)
             return
         match message:
@@ -245,7 +253,8 @@ class Switchboard:
         try:
             connection.socket.send(control.encode(message))
         except OSError as err:  # full, because the line does not read, or closed
-            logger.warning("a line was cut off: it does not read (%s)", err.strerror or err)
+            now_ns, why = self._clock.now_ns(), err.strerror or err
+            self._cut_off.say(now_ns, "a line was cut off: it does not read (%s)", why)
             self._lose(connection)
 
     def _lose(self, connection: _Connection) -> None:
@@ -275,7 +284,8 @@ class Switchboard:
             if lease is not None:
                 self._leases.give_back(lease.session)
             self.refusals[refusal.reason] += 1
-            logger.info("refused: reason=%s (%s)", refusal.reason.value, refusal.detail)
+            now_ns, reason = self._clock.now_ns(), refusal.reason
+            self._refused.say(now_ns, "refused: reason=%s (%s)", reason.value, refusal.detail)
             self._send(connection, control.Refused(join.request, refusal.reason, refusal.detail))
 
     def _prepare(self, connection: _Connection, join: control.Join, lease: Lease) -> Refusal | None:
@@ -434,41 +444,3 @@ class Switchboard:
         )
         self._seen_late = seen
         self._quiet_until_ns = now_ns + 1000 * NS_PER_MS
-
-
-def _listen(path: Path) -> socket.socket:
-    """A listening socket at ``path``, mode 0600; a stale one of a killed box is replaced."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise SocketTaken(f"{path} is not a socket; name another one in [control] socket")
-            _remove_if_stale(path)
-        before = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        listener.listen(16)
-        listener.setblocking(False)
-    except OSError as err:
-        listener.close()
-        raise SocketTaken(
-            f"the control socket {path} cannot be made: {err.strerror or err}. "
-            f"Name a path of at most 107 bytes in a folder this user may write to"
-        ) from None
-    except SocketTaken:
-        listener.close()
-        raise
-    return listener
-
-
-def _remove_if_stale(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()  # nobody listens: left behind by a box that was killed
-            return
-    raise SocketTaken(f"another box listens at {path}. Stop it, or name another [control] socket")

@@ -33,7 +33,8 @@ from appliance.config import (
 )
 from appliance.control import ControlClient
 from appliance.frame_ring import LAST, Channel, Outcome, Receipt, UplinkHeader
-from appliance.switchboard import SocketTaken
+from appliance.listener import SocketTaken
+from appliance.switchboard import MOST_LINES
 from tests.fakes import FakeExecutor, make_bundle
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +88,7 @@ class Running:
         raise AssertionError("it did not happen in time")
 
     def summary(self) -> report.Summary:
-        return report.summarise(ledger.read_folder(self.config.ledger.folder)[0])
+        return report.summarise(ledger.read_folder(self.config.ledger.folder))
 
 
 @pytest.fixture
@@ -240,6 +241,40 @@ def test_a_line_that_sends_garbage_is_cut_off(running: Running) -> None:
     another = Line(running)
     assert isinstance(another.answer, control.Admitted)
     another.close()
+
+
+def test_more_lines_than_there_is_room_for_are_turned_away_and_no_call_notices(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = running.config.control.socket
+    well = Line(running)
+    others = [ControlClient.connect(path) for _ in range(MOST_LINES - 1)]
+    for _ in range(5):
+        with pytest.raises(control.BoxGone, match="closed the connection at once"):
+            ControlClient.connect(path)
+    well.speak(3, last=True)
+    well.settle(3)
+    assert well.next() == control.Gone(well.admitted.session, "finished")
+    assert sum("was not let in: too many lines" in r.message for r in caplog.records) == 1
+    well.client.close()
+    for other in others:
+        other.close()
+    running.wait_for(lambda: len(running.box.switchboard._selector.get_map()) == 1)
+    ControlClient.connect(path).close()
+
+
+def test_refusals_by_the_thousand_are_counted_and_logged_seldom(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    line = Line(running, gain=99.0)
+    for request in range(500):
+        line.client.send(control.Join(request, "test", "x", {"gain": 99.0}))
+        assert isinstance(line.next(), control.Refused)
+    assert sum(running.box.switchboard.refusals.values()) == 501
+    line.client.close()
+    said = [record for record in caplog.records if record.message.startswith("refused")]
+    assert len(said) <= DEADLINE_S
 
 
 def test_nobody_ends_another_lines_call(running: Running) -> None:

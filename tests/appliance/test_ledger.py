@@ -203,7 +203,7 @@ def test_calls_do_not_mix(desk: Desk) -> None:
     for session in (1, 2):
         desk.ledger.settle(session, due=3, why=Why.FINISHED)
     desk.ledger.pump()
-    for call in read_folder(desk.folder)[0]:
+    for call in read_folder(desk.folder):
         assert set(call.ticks["session"].tolist()) == {call.header.session}
         assert set(call.receipts["session"].tolist()) == {call.header.session}
         assert call.ticks["index"].tolist() == [0, 1, 2]
@@ -334,7 +334,10 @@ def test_a_file_without_a_header_does_not_hide_the_other_calls(tmp_path: Path) -
     with pytest.raises(LedgerError, match="is not a call's record"):
         read_folder(tmp_path)
     (tmp_path / "2.call").write_bytes(call_bytes(3))
-    calls, unreadable = read_folder(tmp_path)
+    with pytest.raises(LedgerError, match="is not a call's record"):
+        read_folder(tmp_path)
+    unreadable: list[LedgerError] = []
+    calls = read_folder(tmp_path, unreadable)
     assert [len(call.ticks) for call in calls] == [3]
     assert [str(err).partition(" ")[0] for err in unreadable] == [str(tmp_path / "1.call")]
 
