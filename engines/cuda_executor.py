@@ -45,6 +45,8 @@ from engines.program import Buffer, Step, plan_program
 from engines.tick_graph import Part, TickGraphs, run_eagerly
 
 PROVIDER = "CUDAExecutionProvider"
+MEMORY = "cuda"
+"""What ONNX Runtime calls the device that holds all bound tensors."""
 LEAST_DRIVER = 13000
 """cuDriverGetVersion of CUDA 13.0, which the onnxruntime-gpu wheels are built for."""
 WORKSPACE_BYTES = 3 << 29
@@ -228,11 +230,8 @@ class CudaExecutor:
                 before = after
         self.arena.after_launch(batch)
 
-    def pretend(self, slot: int, ticks: int) -> None:
-        """Put a session into ``slot`` that looks ``ticks`` old: counters, pages, busy rings.
-
-        For measurements: what the rings hold is noise.
-        """
+    def age(self, slot: int, ticks: int) -> None:
+        """See `executor.Ages.age`. Also maps the pages of that age, and fills rings with noise."""
         self._begin(slot, {}, ticks)
         for region in self._regions.values():
             position = region.clock.position(ticks)
@@ -426,7 +425,7 @@ class CudaExecutor:
                 tensor = bound.tensor
                 bind(
                     tensor.name,
-                    "cuda",
+                    MEMORY,
                     self.options.ordinal,
                     _element(tensor.dtype),
                     (batch, *tensor.row_shape),

@@ -1,0 +1,207 @@
+"""Enough of a CUDA driver, on host memory, to run `CudaExecutor` eagerly without a GPU.
+
+Device memory is numpy arrays, copies happen at once, kernels are their numpy twins, and ONNX
+Runtime runs on the CPU. Pages without memory read as zeros, because its attention reads all of a
+ring; mapping one that was written to is an error. What this cannot show is
+everything about graphs, streams and speed; tests marked `gpu` do.
+"""
+
+import ctypes
+import os
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engines import cuda, cuda_executor, ort_executor
+from engines.bundle import StageSpec
+from engines.kernels.tick import NoiseCall
+from engines.noise import gumbel
+
+PAGE = 4096
+TOTAL_BYTES = 1 << 32
+
+
+class Status(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """The memory itself, as an array."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(int(address)))
+
+
+class FakeDriver:
+    """The functions `engines` calls, each returning (status, values...)."""
+
+    CUmemAllocationProp = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
+    CUmemAccessDesc = staticmethod(SimpleNamespace)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+
+    def __init__(self, total_bytes: int = TOTAL_BYTES) -> None:
+        self.total_bytes = total_bytes
+        self.held: dict[int, NDArray[np.uint8]] = {}
+        self.pages = 0
+        self.version = 13000
+
+    def _take(self, nbytes: int, value: int) -> tuple[Any, ...]:
+        array = np.full(nbytes + PAGE, value, np.uint8)
+        address = -(-array.ctypes.data // PAGE) * PAGE
+        self.held[address] = array
+        return Status.CUDA_SUCCESS, address
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
+        return self._take(nbytes, 0xFF)
+
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[Any, ...]:
+        return self._take(nbytes, 0xFF)
+
+    def cuMemAddressReserve(self, nbytes: int, *_: int) -> tuple[Any, ...]:
+        return self._take(nbytes, 0)
+
+    def _give(self, address: int, *_: int) -> tuple[Any, ...]:
+        del self.held[int(address)]
+        return (Status.CUDA_SUCCESS,)
+
+    cuMemFree = cuMemFreeHost = cuMemAddressFree = _give
+
+    def cuMemCreate(self, nbytes: int, *_: Any) -> tuple[Any, ...]:
+        if (self.pages + 1) * PAGE > self.total_bytes:
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+        self.pages += 1
+        return Status.CUDA_SUCCESS, object()
+
+    def cuMemRelease(self, handle: Any) -> tuple[Any, ...]:
+        self.pages -= 1
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemMap(self, address: int, nbytes: int, *_: Any) -> tuple[Any, ...]:
+        page = bytes_at(address, nbytes)
+        assert not page.any(), "something was written where no page was mapped"
+        page[:] = 0xAA
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:
+        bytes_at(address, nbytes)[:] = 0
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemSetAccess(self, *_: Any) -> tuple[Any, ...]:
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemGetAllocationGranularity(self, *_: Any) -> tuple[Any, ...]:
+        return Status.CUDA_SUCCESS, PAGE
+
+    def cuMemsetD8(self, address: int, value: int, nbytes: int) -> tuple[Any, ...]:
+        bytes_at(address, nbytes)[:] = value
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, _: Any) -> tuple[Any, ...]:
+        return self.cuMemsetD8(address, value, nbytes)
+
+    def _copy(self, target: int, source: int, nbytes: int, *_: Any) -> tuple[Any, ...]:
+        ctypes.memmove(int(target), int(source), nbytes)
+        return (Status.CUDA_SUCCESS,)
+
+    cuMemcpyHtoD = cuMemcpyDtoH = cuMemcpyDtoDAsync = _copy
+    cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = _copy
+
+    def cuStreamCreate(self, _: int) -> tuple[Any, ...]:
+        return Status.CUDA_SUCCESS, 1
+
+    def cuStreamSynchronize(self, _: Any) -> tuple[Any, ...]:
+        return (Status.CUDA_SUCCESS,)
+
+    cuStreamDestroy = cuStreamSynchronize
+
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return Status.CUDA_SUCCESS, self.version
+
+
+class FakeDevice:
+    """What `open_device` returns."""
+
+    name, compute_capability = "Fake GPU", (9, 0)
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self.driver = driver
+        self.uuid = f"fake-{os.getpid()}-{id(driver)}"
+
+    @property
+    def total_bytes(self) -> int:
+        return self.driver.total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.driver.total_bytes - self.driver.pages * PAGE
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class HostKernels:
+    """The numpy twins of `TickKernels`."""
+
+    def __init__(self, target: str, folder: object) -> None:
+        assert target == "sm_90"
+
+    def noise(self, call: NoiseCall, stream: object) -> None:
+        shape = (call.batch, call.rows, call.candidates)
+        out = np.empty(shape, np.float32)
+        seed, frame = (
+            bytes_at(at, call.batch * 8).view(np.int64) for at in (call.seed, call.frame)
+        )
+        gumbel(seed, frame, out)
+        bytes_at(call.out, out.nbytes)[:] = out.reshape(-1).view(np.uint8)
+
+    def back(self, table: int, rows: int, batch: int, stream: object) -> None:
+        for current, following, nbytes, _ in self._rows(table, rows):
+            ctypes.memmove(int(current), int(following), int(nbytes) * batch)
+
+    def move(self, table: int, rows: int, source: int, target: int, stream: object) -> None:
+        for current, _, nbytes, _ in self._rows(table, rows):
+            ctypes.memmove(
+                int(current) + target * int(nbytes),
+                int(current) + source * int(nbytes),
+                int(nbytes),
+            )
+
+    def reset(self, table: int, rows: int, slot: int, stream: object) -> None:
+        for current, _, nbytes, fill in self._rows(table, rows):
+            row = bytes_at(int(current) + slot * int(nbytes), int(nbytes))
+            row[:] = np.resize(np.frombuffer(int(fill).to_bytes(8, "little"), np.uint8), row.size)
+
+    def spread(self, target: int, nbytes: int, is_half: bool, stream: object) -> None:
+        bytes_at(target, nbytes)[:] = 0x3C
+
+    def close(self) -> None:
+        pass
+
+    def _rows(self, table: int, rows: int) -> NDArray[np.uint64]:
+        return bytes_at(table, rows * 32).view(np.uint64).reshape(rows, 4)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, total_bytes: int = TOTAL_BYTES) -> FakeDriver:
+    """Make `CudaExecutor` run on this file until the test ends; use ``graphs=False``."""
+    driver = FakeDriver(total_bytes)
+
+    def load(executor: cuda_executor.CudaExecutor, stage: StageSpec) -> object:
+        return ort_executor.load_stage(executor.bundle, stage)
+
+    monkeypatch.setattr(cuda, "_driver", driver)
+    monkeypatch.setattr(cuda_executor, "MEMORY", "cpu")
+    monkeypatch.setattr(cuda_executor, "WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(cuda_executor, "open_device", lambda ordinal: FakeDevice(driver))
+    monkeypatch.setattr(cuda_executor, "TickKernels", HostKernels)
+    monkeypatch.setattr(cuda_executor.CudaExecutor, "_load", load)
+    return driver

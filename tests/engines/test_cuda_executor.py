@@ -1,0 +1,146 @@
+"""The CUDA executor against the CPU's: on a fake driver everywhere, on a GPU where there is one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.bundle import Bundle, BundleError
+from engines.cuda_executor import CudaExecutor, CudaOptions, NotReady
+from engines.executor import Executor, SettingError
+from engines.ort_executor import OrtExecutor
+from tests.engines import fake_driver, toy
+from tests.engines.fake_driver import FakeDriver
+
+EAGER = CudaOptions(graphs=False)
+ROWS = 1024
+"""Rows of the toy's ring here: 8 KiB a slot, two pages of the fake driver."""
+
+
+@pytest.fixture(scope="module")
+def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
+    """The toy with a ring that needs several pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "RETAIN", ROWS)
+        text = toy.HEAR.replace(",5,2]", f",{ROWS},2]").replace("{5}", f"{{{ROWS}}}")
+        patch.setattr(toy, "HEAR", text)
+        yield toy.write_toy(tmp_path_factory.mktemp("bundle") / "toy")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return fake_driver.install(monkeypatch)
+
+
+def run_calls(executor: Executor, ticks: int) -> list[bytes]:
+    """Three sessions that join, move and leave; everything they heard, in order."""
+    rng = np.random.default_rng(5)
+    heard: list[bytes] = []
+    batch = 0
+    for tick in range(ticks):
+        if tick in (0, 2, 5, 400):
+            executor.join(batch, {"sampling.gain": 0.5, "sampling.seed": tick})
+            batch += 1
+        if tick == 300:
+            executor.move(batch - 1, 0)
+            batch -= 1
+        executor.audio_in[:batch] = rng.normal(size=(batch, toy.SAMPLES))
+        executor.step(batch)
+        heard.append(executor.audio_out[:batch].tobytes())
+        heard.append(executor.text[:batch].tobytes() + executor.valid[:batch].tobytes())
+    return heard
+
+
+def test_calls_sound_as_on_the_cpu_bit_for_bit(toy_bundle: Bundle, driver: FakeDriver) -> None:
+    expected = run_calls(OrtExecutor(toy_bundle, 4), 1300)
+    executor = CudaExecutor(toy_bundle, 4, EAGER)
+    assert run_calls(executor, 1300) == expected
+    assert executor.arena.counts.late == 0
+    executor.close()
+    assert driver.held == {}
+    assert driver.pages == 0
+
+
+def test_only_live_rows_move_on(toy_bundle: Bundle, driver: FakeDriver) -> None:
+    executor = CudaExecutor(toy_bundle, 4, EAGER)
+    for slot in range(3):
+        executor.join(slot, {})
+    executor.step(2)
+    assert [int(executor.region("frames", slot)) for slot in range(3)] == [1, 1, 0]
+    executor.step(0)
+    assert [int(executor.region("frames", slot)) for slot in range(3)] == [1, 1, 0]
+    executor.close()
+
+
+def test_a_session_can_be_made_to_look_old(toy_bundle: Bundle, driver: FakeDriver) -> None:
+    executor = CudaExecutor(toy_bundle, 2, EAGER)
+    executor.age(0, 700)
+    assert int(executor.region("frames", 0)) == 700
+    ring = executor.region("hear.ring", 0).view(np.uint8)
+    assert ring.size == 700 * 8
+    assert (ring == 0x3C).all()
+    executor.step(1)
+    assert int(executor.region("frames", 0)) == 701
+    assert np.isfinite(executor.audio_out[0]).all()
+    executor.close()
+
+
+def test_memory_is_reported_and_follows_the_calls(toy_bundle: Bundle, driver: FakeDriver) -> None:
+    executor = CudaExecutor(toy_bundle, 4, EAGER)
+    executor.join(0, {})
+    for _ in range(3):
+        executor.step(1)
+    young = executor.memory()
+    assert young.reserved == 4 * ROWS * 8
+    counts = executor.arena.counts
+    assert counts.mapped - counts.unmapped == 2  # its own first page, and the next joiner's
+    for _ in range(ROWS):
+        executor.step(1)
+    assert counts.mapped - counts.unmapped == 3
+    old = executor.memory()
+    assert old.committed <= old.reserved
+    assert old.full == executor.layout.whole_bytes + old.reserved
+    executor.close()
+
+
+def test_settings_are_checked_before_anything_changes(
+    toy_bundle: Bundle, driver: FakeDriver
+) -> None:
+    executor = CudaExecutor(toy_bundle, 2, EAGER)
+    executor.join(0, {})
+    executor.step(1)
+    with pytest.raises(SettingError, match="outside"):
+        executor.join(0, {"sampling.gain": 9})
+    assert int(executor.region("frames", 0)) == 1
+    executor.close()
+
+
+def test_more_slots_than_fit_are_refused_with_the_numbers(
+    toy_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_driver.install(monkeypatch, total_bytes=7 * fake_driver.PAGE)
+    with pytest.raises(NotReady, match=r"4 slots need .* GB on Fake GPU.*Run at most 3 slots"):
+        CudaExecutor(toy_bundle, 4, EAGER)
+
+
+def test_a_second_box_on_the_gpu_is_refused(toy_bundle: Bundle, driver: FakeDriver) -> None:
+    executor = CudaExecutor(toy_bundle, 2, EAGER)
+    with pytest.raises(NotReady, match=r"process \d+ already runs a box on Fake GPU"):
+        CudaExecutor(toy_bundle, 2, EAGER)
+    executor.close()
+    CudaExecutor(toy_bundle, 2, EAGER).close()
+
+
+def test_more_slots_than_profiles(toy_bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match=r"9 slots .* 1\.\.4.*--batches 1-9"):
+        CudaExecutor(toy_bundle, 9)
+
+
+def test_a_machine_without_cuda_says_so(toy_bundle: Bundle, tmp_path: Path) -> None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this machine has the GPU build of ONNX Runtime")
+    with pytest.raises(NotReady, match=r"has no CUDAExecutionProvider\. Install the GPU build"):
+        CudaExecutor(toy_bundle, 1)
