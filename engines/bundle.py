@@ -33,7 +33,7 @@ NEXT = ".next"
 BATCH = "B"
 """Sessions in the batch: the symbolic dimension of a tick, always the first axis."""
 
-ROWS = "R"
+ROWS: Literal["R"] = "R"
 """Positions of one session fed at once: the symbolic dimension of a prompt's prefill."""
 
 ITEMSIZE = {

@@ -68,7 +68,7 @@ class OrtExecutor:
         self._program = plan_program(manifest)
         self._regions = {region.name: region for region in manifest.regions}
         self._arrays = _allocate(manifest.regions, self._program.steps[0], slots)
-        self._sessions = {s.name: _load(bundle, s) for s in manifest.stages if s.graph}
+        self._sessions = {s.name: load_stage(bundle, s) for s in manifest.stages if s.graph}
         self._runs = [
             [self._bind(phase, batch) for batch in range(slots + 1)] for phase in range(PHASES)
         ]
@@ -209,7 +209,8 @@ def _allocate(
     return arrays
 
 
-def _load(bundle: Bundle, stage: StageSpec) -> ort.InferenceSession:
+def load_stage(bundle: Bundle, stage: StageSpec) -> ort.InferenceSession:
+    """One graph of the bundle. Raises `BundleError` when it is not what the manifest says."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1  # more, and a session's bits depend on the batch
     options.inter_op_num_threads = 1

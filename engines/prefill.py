@@ -16,8 +16,9 @@ Rows 0..N-2 depend on the prompt alone, so their state can be kept and given to 
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,3 +102,49 @@ def chunk_rows(position: int, left: int, most: int, retain: int) -> int:
     assert position >= 0, position
     assert min(left, most, retain) >= 1, (left, most, retain)
     return max(1, min(left, most, retain - position))
+
+
+class Primer(Protocol):
+    """Prepares sessions in slots that no tick steps yet: all calls fall between two ticks.
+
+    Of such a slot only the rings that are written in place outlast a tick of the others; the rest
+    is handed out by `open` or a snapshot, kept by the caller, and given back to `settle`.
+    """
+
+    spec: PromptSpec
+
+    def clear(self, slot: int) -> None:
+        """Empty every in-place ring of ``slot``, whoever sat there before."""
+
+    def feed(self, slot: int, prompt: Prompt, first: int, rows: int) -> None:
+        """Feed rows first..first+rows-1 of ``prompt``, which `chunk_rows` must allow.
+
+        Rows before them must have been fed, or written back from a snapshot.
+        """
+
+    def open(
+        self, slot: int, prompt: Prompt, settings: Mapping[str, float]
+    ) -> dict[str, NDArray[Any]]:
+        """Feed the last row and make the model's first choice, with the session's own sampling.
+
+        Returns the values of regions that are not in place, for `settle`.
+        """
+
+    def settle(
+        self,
+        source: int,
+        target: int,
+        settings: Mapping[str, float],
+        values: Mapping[str, NDArray[Any]],
+    ) -> None:
+        """Make ``target`` a session that the next tick can step: rings of ``source``, ``values``,
+        ``settings``, and the first value of everything else.
+
+        Raises `SettingError`; the slot must then be joined again.
+        """
+
+    def read(self, slot: int, name: str, first: int = 0, rows: int | None = None) -> NDArray[Any]:
+        """Copy of a region as the next tick would read it; of a ring, ``rows`` from ``first``."""
+
+    def write(self, slot: int, name: str, first: int, rows: NDArray[Any]) -> None:
+        """Write rows of an in-place ring from row ``first`` on."""

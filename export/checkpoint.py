@@ -39,6 +39,7 @@ from export.models.config import (
     LmConfig,
     MimiConfig,
     ModelConfig,
+    PromptConfig,
 )
 
 if TYPE_CHECKING:
@@ -174,7 +175,12 @@ def open_checkpoint(
     return Checkpoint(
         folder=folder,
         family=family,
-        config=ModelConfig(name=_name(family, config), mimi=mimi_config, lm=config),
+        config=ModelConfig(
+            name=_name(family, config),
+            mimi=mimi_config,
+            lm=config,
+            prompt=_prompt(mimi_config) if family == "personaplex" else None,
+        ),
         lm=Weights(lm_file, names, layout.lm_shapes(config)),
         mimi=Weights(mimi_file, mimi_names, layout.mimi_shapes(mimi_config)),
         depth_steps_in_file=file_steps,
@@ -310,6 +316,13 @@ def _context(family: Family, published: PublishedConfig, asked: int | None) -> i
     # PersonaPlex's own ring hides its oldest entry once full: one tick fewer than it says.
     hidden = MOSHI_7B.lm.context - PERSONAPLEX_7B.lm.context if family == "personaplex" else 0
     return nominal - hidden
+
+
+def _prompt(mimi: MimiConfig) -> PromptConfig:
+    """Codes of silence are constants of the published codec; a smaller one is asked for its own."""
+    if mimi == MimiConfig():
+        return PromptConfig()
+    return PromptConfig(silence_codes=None, sine_codes=None)
 
 
 def _dtype(file: TensorFile) -> str:

@@ -15,12 +15,21 @@ Not here: exporting (`export.build`).
 
 import math
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.models.config import LmConfig, MimiConfig, ModelConfig, SamplingConfig
+from export.checkpoint_text import SPECIAL, seeded_pieces, sentencepiece_model
+from export.models.config import (
+    LmConfig,
+    MimiConfig,
+    ModelConfig,
+    PromptConfig,
+    SamplingConfig,
+)
 from export.models.lm import LanguageModel
 from export.models.mimi import Mimi
 
@@ -82,6 +91,22 @@ MICRO = ModelConfig(
     sampling=SamplingConfig(top_k=12, text_top_k=8, candidates=16),
 )
 
+PERSONA_SMALL = replace(
+    SMALL,
+    name="personaplex-small",
+    lm=replace(SMALL.lm, context=250, text_card=128),
+    prompt=PromptConfig(silence_codes=None, sine_codes=None),
+)
+"""`SMALL` that may be told who it is: text ids for every letter, and a window of 20 s."""
+
+PERSONA_MICRO = replace(
+    MICRO,
+    name="personaplex-micro",
+    lm=replace(MICRO.lm, context=48, text_card=128),
+    prompt=PromptConfig(silence_codes=None, sine_codes=None),
+)
+"""The same of `MICRO`: a prompt of 40 frames fits, and its ring wraps within four seconds."""
+
 PIECES = (
     "",  # 0: end of padding
     "",  # 1: beginning of a text
@@ -95,11 +120,19 @@ PIECES = (
 """Text of every id of `SMALL`: 64 of them."""
 
 
-MODELS = {"small": SMALL, "micro": MICRO}
+MODELS = {
+    "small": SMALL,
+    "micro": MICRO,
+    "personaplex-small": PERSONA_SMALL,
+    "personaplex-micro": PERSONA_MICRO,
+}
 """What `duplexbox export build` knows by name."""
 
 CODEBOOK_SCALE = 2.0
 """Spread of the centroids before division by usage: about that of what they quantise."""
+
+VOICE_FRAMES = 8
+"""Of the voices a seeded model comes with."""
 
 GAINS = {
     "encoder.model.0.conv.conv.weight": 8.0,  # speech is near 0.1 rms, the biases are not smaller
@@ -112,8 +145,29 @@ GAINS = {
 
 def pieces(config: ModelConfig) -> tuple[str, ...]:
     """Text of every id of a small model; as many as it has text tokens."""
+    if config.prompt is not None:  # its persona goes through a tokenizer, which has them
+        specials = {text for text, _ in SPECIAL}
+        return tuple("" if p in specials else p for p in seeded_pieces(config.lm.text_card))
     assert config.lm.text_card <= len(PIECES), (config.lm.text_card, len(PIECES))
     return PIECES[: config.lm.text_card]
+
+
+def tokenizer(config: ModelConfig) -> bytes:
+    """The SentencePiece model of a small model that takes a persona; its pieces are `pieces`."""
+    assert config.prompt is not None, config.name
+    return sentencepiece_model(seeded_pieces(config.lm.text_card))
+
+
+def voices(config: ModelConfig) -> dict[str, NDArray[np.float64]]:
+    """Two hums, a fifth apart, for a model whose voices mean nothing: (S,) at the codec's rate."""
+    rate_hz = config.mimi.sample_rate_hz
+    at = np.arange(VOICE_FRAMES * config.mimi.samples_per_frame) / rate_hz
+    sway = 0.4 + 0.2 * np.sin(2 * np.pi * 3 * at)
+    tones = {"bass": 110.0, "alto": 165.0}
+    return {
+        name: sway * sum(np.sin(2 * np.pi * n * hz * at) / n for n in range(1, 6))
+        for name, hz in tones.items()
+    }
 
 
 def seeded(config: ModelConfig, seed: int) -> tuple[Mimi, LanguageModel]:

@@ -115,6 +115,24 @@ class SamplingConfig:
     """Largest top-k a session may ask for: the width of the noise and of TopK in the graph."""
 
 
+SILENCE_CODES = (948, 243, 1178, 546, 1736, 1030, 1978, 2008)
+"""What the published Mimi makes of silence; NVIDIA/personaplex, models/lm.py: SILENCE_TOKENS."""
+SINE_CODES = (430, 1268, 381, 1611, 1095, 1495, 56, 472)
+"""And of a 440 Hz sine at half of full scale; ibid.: SINE_TOKENS."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptConfig:
+    """A model that was trained to begin with a voice and a persona. Defaults: PersonaPlex's."""
+
+    silence_codes: tuple[int, ...] | None = SILENCE_CODES
+    """None: what the model's own codec makes of silence, for codecs other than the published."""
+    sine_codes: tuple[int, ...] | None = SINE_CODES
+    """None: what the model's own codec makes of the sine."""
+    pause_frames: int = 6  # server.py of NVIDIA/personaplex: int(0.5 * 12.5)
+    wrap: str = "<system>"  # ibid.: wrap_with_system_tags
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model: what `export build` exports."""
@@ -125,6 +143,8 @@ class ModelConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     silent_ids: tuple[int, ...] = (0, 3)
     """Text ids that mean "not speaking": EPAD and PAD."""
+    prompt: PromptConfig | None = None
+    """None: calls begin with nothing but their caller."""
 
     @property
     def period_ns(self) -> int:
@@ -139,5 +159,7 @@ def gate_features(dimension: int, feedforward: int) -> int:
 
 
 MOSHI_7B = ModelConfig(name="moshi-7b")
-PERSONAPLEX_7B = ModelConfig(name="personaplex-7b", lm=LmConfig(context=2999))
+PERSONAPLEX_7B = ModelConfig(
+    name="personaplex-7b", lm=LmConfig(context=2999), prompt=PromptConfig()
+)
 """Cut to the agent's 8 depth steps: the other 8 guess what the caller says, and are overwritten."""

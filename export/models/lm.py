@@ -133,8 +133,8 @@ class LanguageModel(Streaming):
         total: Tensor = self.emb[0](ids.select(1, 1))
         for stream in range(1, self.config.audio_streams):
             total = total + self.emb[stream](ids.select(1, stream + 1))
-        total = total + self.text_emb(ids.select(1, 0))
-        return total
+        text: Tensor = self.text_emb(ids.select(1, 0))
+        return total + text
 
     def temporal(self, ids: Tensor, position: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """One tick, or several positions of forced tokens at once.

@@ -26,3 +26,11 @@ def micro_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     folder = tmp_path_factory.mktemp("bundles") / "micro"
     return build.build_seeded("micro", folder, seed=SEED, largest_batch=4)
+
+
+@pytest.fixture(scope="session")
+def persona_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The micro model that takes a voice and a persona."""
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+    folder = tmp_path_factory.mktemp("bundles") / "persona"
+    return build.build_seeded("personaplex-micro", folder, seed=SEED, largest_batch=4)
