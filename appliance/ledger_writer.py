@@ -116,8 +116,9 @@ class Finish:
 class _CallFile:
     header: Header
     receipts: ReceiptRing
-    fd: int
     lost_at_open: int
+    fd: int | None = None
+    """None until the file could be made: no folder, no room or no descriptor may be had for now."""
     offset: int = 0
     """Bytes that are safely written; a failed write is repeated from here."""
     pending: bytearray = field(default_factory=bytearray)
@@ -184,7 +185,7 @@ class LedgerWriter:
         except BaseException as err:
             self.failure = err
         for call in list(self._calls.values()):
-            os.close(call.fd)  # no END: the reader says that the box stopped in mid-call
+            self._close(call)  # no END: the reader says that the box stopped in mid-call
         self._calls.clear()
 
     def pump(self) -> None:
@@ -221,16 +222,9 @@ class LedgerWriter:
         return closing
 
     def _open(self, command: Open) -> None:
-        header = command.header
-        path = self._folder / file_name(header)
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as err:
-            self._complain(path, err)
-            fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        call = _CallFile(header, command.receipts, fd, self._ring.lost)
-        call.pending += encode_header(header)
-        self._calls[header.session] = call
+        call = _CallFile(command.header, command.receipts, self._ring.lost)
+        call.pending += encode_header(command.header)
+        self._calls[command.header.session] = call
 
     def _close_on(self, command: Settle | Finish) -> None:
         call = self._calls.get(command.session)
@@ -307,22 +301,26 @@ class LedgerWriter:
         end["why"] = why
         end["at_ns"] = now_ns
         end["foreign"] = call.foreign
-        end["records_lost"] = self._ring.lost - call.lost_at_open
+        end["records_lost"] = self._ring.lost - call.lost_at_open + call.dropped
         call.pending += seal(end)
         self._flush(call)
-        os.close(call.fd)
+        self._close(call)
         del self._calls[header.session]
         self.closed.append(header.session)
 
     def _flush(self, call: _CallFile) -> None:
         """Append what waits. A disk that refuses is reported once and tried again each pass."""
+        path = self._folder / file_name(call.header)
         while call.pending:
             try:
+                if call.fd is None:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    call.fd = os.open(path, flags, 0o600)
                 # At an offset of ours: a write that failed half-way is overwritten, so that a
                 # full disk leaves no torn record in the middle of a file.
                 written = os.pwrite(call.fd, call.pending, call.offset)
             except OSError as err:
-                self._complain(self._folder / file_name(call.header), err)
+                self._complain(path, err)
                 if len(call.pending) > PENDING_LIMIT_BYTES:
                     surplus = len(call.pending) - PENDING_LIMIT_BYTES
                     surplus += -surplus % RECORD_BYTES
@@ -333,6 +331,12 @@ class LedgerWriter:
             call.offset += written
             del call.pending[:written]
             self._failing = False
+
+    def _close(self, call: _CallFile) -> None:
+        """Let go of the file. What could not be written by now never will be."""
+        self.records_dropped += len(call.pending) // RECORD_BYTES
+        if call.fd is not None:
+            os.close(call.fd)
 
     def _complain(self, path: Path, err: OSError) -> None:
         self.write_errors += 1

@@ -57,9 +57,13 @@ class Desk:
         self.ledger = LedgerWriter(folder, self.ring, self.clock)
         self.channels: dict[int, Channel] = {}
 
-    def open(self, session: int = 1) -> Channel:
+    def shared(self, session: int = 1) -> Channel:
         channel = Channel.create(f"dbxtest-{uuid.uuid4().hex[:12]}", 8)
         self.channels[session] = channel
+        return channel
+
+    def open(self, session: int = 1) -> Channel:
+        channel = self.shared(session)
         self.ledger.open(header(session), channel.receipts)
         self.ledger.pump()
         return channel
@@ -249,6 +253,43 @@ def test_a_disk_that_refuses_is_tried_again_and_tears_nothing(
     assert call.ticks["index"].tolist() == [0, 1, 2]
     assert call.dropped_bytes == 0
     assert PENDING_LIMIT_BYTES > RECORD_BYTES
+
+
+def test_a_file_that_cannot_be_made_yet_is_made_later_and_lacks_nothing(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process, or a flood of connections, may hold the last descriptors."""
+    real = os.open
+
+    def none_left(*args: Any, **options: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    channel = desk.shared()
+    monkeypatch.setattr(os, "open", none_left)
+    desk.ledger.open(header(1), channel.receipts)
+    desk.ledger.pump()
+    desk.tick(0)
+    desk.ledger.pump()
+    assert (desk.ledger.write_errors, desk.ledger.failure) == (2, None)
+    monkeypatch.setattr(os, "open", real)
+    desk.tick(1)
+    desk.ledger.pump()
+    assert read_call(desk.path()).ticks["index"].tolist() == [0, 1]
+
+
+def test_what_never_reached_the_disk_is_counted(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    desk.open()
+    monkeypatch.setattr(os, "pwrite", full)
+    for index in range(3):
+        desk.tick(index)
+    desk.ledger.finish(1, due=3, why=Why.LOST)
+    desk.ledger.pump()
+    assert desk.ledger.records_dropped == 3 + 3 + 1  # ticks, receipts of a lost line, END
 
 
 def test_the_thread_writes_what_is_left_when_it_is_stopped(desk: Desk) -> None:
