@@ -24,7 +24,11 @@ FOLDERS = ("export", "engines", "appliance")
 # What a folder may import of ours, as module prefixes.
 ALLOWED = {
     "engines": ("engines",),
-    "export": ("export", "engines.bundle", "engines.clocks"),
+    "export": (
+        "export",
+        *("engines.bundle", "engines.clocks", "engines.plans"),  # formats, and what follows
+        "engines.machine",  # what can be built here depends on what is here
+    ),
     "appliance": ("appliance", "engines"),
 }
 # `export verify` compares a bundle with what runs it, so it alone may reach the executors.

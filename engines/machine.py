@@ -1,0 +1,54 @@
+"""What this machine has that decides which plans it can run: GPU, platform, TensorRT versions.
+
+Looks once and returns a `plans.Machine`; what follows from it is decided elsewhere. Neither
+TensorRT nor CUDA is loaded unless it is there, and nothing is kept open.
+"""
+
+import importlib.metadata
+import platform
+
+from engines import cuda
+from engines.plans import Machine
+
+DISTRIBUTIONS = {
+    "tensorrt_rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
+    # The lean run-time opens version-compatible plans, which is what we build for `tensorrt`.
+    "tensorrt": ("tensorrt-cu13", "tensorrt", "tensorrt-lean-cu13", "tensorrt-lean"),
+}
+"""Flavour -> wheels that bring it, in the order in which they are preferred."""
+
+
+def look() -> Machine:
+    """This machine, with its first GPU."""
+    gpu, capability = _gpu()
+    return Machine(
+        platform=f"{platform.system().lower()}-{platform.machine()}",
+        gpu=gpu,
+        compute_capability=capability,
+        versions=tuple(_versions()),
+    )
+
+
+def _gpu() -> tuple[str, str]:
+    try:
+        device = cuda.Device()
+    except cuda.NoCuda:
+        return "", ""
+    try:
+        major, minor = device.compute_capability
+        return device.name, f"{major}.{minor}"
+    finally:
+        device.close()
+
+
+def _versions() -> list[tuple[str, str]]:
+    """Asked of the installer's records: loading the libraries would take seconds and 200 MB."""
+    found: list[tuple[str, str]] = []
+    for flavour, names in DISTRIBUTIONS.items():
+        for name in names:
+            try:
+                found.append((flavour, importlib.metadata.version(name)))
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
