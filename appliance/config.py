@@ -127,8 +127,8 @@ def _decode_path(kind: type, value: Any) -> Any:
         raise NotImplementedError(f"config field of type {kind}")
     if not isinstance(value, str):
         raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
-    if not value:
-        raise ValueError("a path cannot be empty")
+    if not value or "\0" in value:
+        raise ValueError("a path cannot be empty, nor hold a NUL character")
     return Path(value)
 
 

@@ -27,6 +27,12 @@ from engines.clocks import ClockKind, NativeClock
 FORMAT = 1
 """Raised whenever an older reader would misunderstand a bundle."""
 
+LARGEST_BATCH = 65_535
+"""Records of ticks count sessions in 16 bits; no machine steps as many."""
+
+LARGEST_TEXT_ID = 2**31 - 1
+"""Text ids travel in 32 bits."""
+
 NEXT = ".next"
 """Suffix of the stage output that carries a region's new value."""
 
@@ -302,7 +308,7 @@ def read(path: Path, *, hashes: bool = True) -> Bundle:
     compared. Raises `BundleError` with the path of the first thing that is wrong.
     """
     manifest_path = path / "bundle.json"
-    if not path.is_dir():
+    if not _is_folder(path):
         raise BundleError(f"{path} is not a folder, so not a bundle. {REBUILD}")
     try:
         raw = manifest_path.read_bytes()
@@ -355,6 +361,8 @@ def faults(manifest: Manifest) -> Iterator[str]:
     for name in manifest.files:
         if name.startswith("/") or ".." in Path(name).parts:
             yield f"`$.files`: {name} leads out of the bundle"
+        elif not name.isprintable():
+            yield f"`$.files`: {name!r} is no name of a file"
     names = {stage.name for stage in manifest.stages}
     for index, golden in enumerate(manifest.golden):
         if golden.stage not in names:
@@ -365,6 +373,9 @@ def faults(manifest: Manifest) -> Iterator[str]:
             yield f"`$.golden[{index}].ages`: {list(golden.ages)} are no ages"
     if manifest.golden_call and manifest.golden_call not in manifest.files:
         yield f"`$.golden_call`: {manifest.golden_call} is not among `$.files`"
+    for index, silent in enumerate(manifest.text.silent_ids):
+        if not 0 <= silent <= LARGEST_TEXT_ID:
+            yield f"`$.text.silent_ids[{index}]`: {silent} is no text id"
     if manifest.text.pieces not in manifest.files:
         yield f"`$.text.pieces`: {manifest.text.pieces} is not among `$.files`"
 
@@ -378,8 +389,8 @@ def _timing_faults(manifest: Manifest) -> Iterator[str]:
             f"`$.timing`: {timing.samples_per_frame} samples at {timing.sample_rate_hz} Hz do not "
             f"last {timing.period_ns} ns"
         )
-    if manifest.largest_batch < 1:
-        yield f"`$.largest_batch`: {manifest.largest_batch} is no batch"
+    if not 1 <= manifest.largest_batch <= LARGEST_BATCH:
+        yield f"`$.largest_batch`: {manifest.largest_batch} is no batch (1..{LARGEST_BATCH})"
 
 
 def _region_faults(manifest: Manifest) -> Iterator[str]:
@@ -476,12 +487,21 @@ def _wire_faults(manifest: Manifest) -> Iterator[str]:
             yield f"`$.{port}`: no stage makes {name} as {expected[0]} {list(expected[1])}"
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long, or a parent that may not be looked into
+        return False
+
+
 def _check_file(folder: Path, name: str, spec: FileSpec, *, hashes: bool) -> None:
     path = folder / name
     try:
         size = path.stat().st_size
     except OSError as err:
         raise BundleError(f"{path}: {err.strerror or err}. {REBUILD}") from None
+    if not path.is_file():
+        raise BundleError(f"{path} is not a file. {REBUILD}")
     if size != spec.bytes:
         raise BundleError(
             f"{path} has {size} bytes and should have {spec.bytes}: it was cut short or changed. "

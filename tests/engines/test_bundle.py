@@ -90,6 +90,10 @@ def put(value: object, *keys: str | int) -> Edit:
         (put("heard", "audio", "valid"), r"audio.valid`: no stage makes heard as bool"),
         (put("texts", "text", "output"), r"text.output`: no stage makes texts"),
         (put("p.json", "text", "pieces"), "p.json is not among"),
+        (put([0, -1], "text", "silent_ids"), r"silent_ids\[1\]`: -1 is no text id"),
+        (put([2**31], "text", "silent_ids"), "2147483648 is no text id"),
+        (put(65_536, "largest_batch"), r"65536 is no batch \(1\.\.65535\)"),
+        (put({"sha256": "0", "bytes": 1}, "files", "a\0b"), r"'a\\x00b' is no name of a file"),
     ],
 )
 def test_one_wrong_thing_is_refused_with_its_place(folder: Path, change: Edit, says: str) -> None:
@@ -104,6 +108,18 @@ def test_files_outside_the_bundle_are_refused(folder: Path) -> None:
     edit(folder, lambda tree: tree["files"].update({"../x": {"sha256": "0", "bytes": 1}}))
     with pytest.raises(BundleError, match="leads out of the bundle"):
         bundle.read(folder)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(folder: Path) -> None:
+    size = (folder / "stages").stat().st_size
+    edit(folder, lambda tree: tree["files"].update({"stages": {"sha256": "0", "bytes": size}}))
+    with pytest.raises(BundleError, match="stages is not a file"):
+        bundle.read(folder)
+
+
+def test_a_path_too_long_to_exist_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a folder"):
+        bundle.read(tmp_path / ("x" * 300))
 
 
 def test_a_missing_folder_a_missing_manifest_and_a_torn_one(folder: Path, tmp_path: Path) -> None:
