@@ -30,6 +30,7 @@ class Foresight:
         loop: TickLoop,
         manifest: Manifest,
         config: AdmissionConfig,
+        slots: int,
         memory_bytes: int,
         session_bytes: int,
         samples: StepSamples,
@@ -40,6 +41,7 @@ class Foresight:
         """False: admit by slots and memory alone, and never shed; a certificate's search does."""
         self._loop = loop
         self._config = config
+        self._slots = slots
         self._memory_bytes = memory_bytes
         self._session_bytes = session_bytes
         self._samples = samples
@@ -75,7 +77,7 @@ class Foresight:
     def headroom(self, held: int, ready: bool, draining: bool) -> Headroom:
         """What admission goes by, now."""
         return Headroom(
-            slots=self._loop.executor.slots,
+            slots=self._slots,
             held=held,
             session_bytes=self._session_bytes,
             memory_bytes=self._memory_bytes,

@@ -16,7 +16,7 @@ CONFIG = AdmissionConfig(calm_s=1)
 
 def foresight(desk: Desk, samples: StepSamples | None = None) -> Foresight:
     manifest = desk.executor.bundle.manifest
-    return Foresight(desk.loop, manifest, CONFIG, 2**30, 4012, samples or StepSamples())
+    return Foresight(desk.loop, manifest, CONFIG, 4, 2**30, 4012, samples or StepSamples())
 
 
 def turn(desk: Desk, sight: Foresight, ticks: int = 1) -> None:

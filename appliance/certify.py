@@ -1,0 +1,439 @@
+"""`duplexbox appliance certify`: find how many sessions hold on this machine, and prove it.
+
+A shell: it runs a whole box in this process and synthetic callers in another, again and again,
+and reads what happened back from the ledger's files. What counts as holding, and which number is
+tried next, is decided in `certificate`. Search trials look for what the machine can do: there
+admission goes by slots and memory alone. The measurement at the end is the real thing, admission
+by forecast included, and one caller more asks to come in and should be refused.
+"""
+
+import argparse
+import importlib.metadata
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from appliance import ledger, report
+from appliance.admission import session_bytes
+from appliance.box import Box, available_memory_bytes, engine_name, open_executor
+from appliance.certificate import (
+    FORMAT,
+    Certificate,
+    Machine,
+    Model,
+    Newcomer,
+    Trial,
+    next_trial,
+    problems,
+    text,
+    trial,
+)
+from appliance.certificate_page import page
+from appliance.clock import NS_PER_S, MonotonicClock, wall_stamp
+from appliance.config import (
+    AdmissionConfig,
+    ClockConfig,
+    Config,
+    ControlConfig,
+    EngineConfig,
+    LedgerConfig,
+)
+from appliance.demonstration import DATA, ROOT
+from appliance.lines.callers import Conditions
+from appliance.lines.synthetic import SyntheticReport
+from appliance.report import Summary
+from engines import bundle as bundles
+from engines.bundle import Bundle
+from engines.executor import Executor
+
+PROGRESS_S = 0.25
+PROBE_S = 20.0
+"""How long all sessions are live in a trial of the search; the measurement itself is longer."""
+
+STAGGER_S = 1.0
+QUICK_S, QUICK_STAGGER_S, QUICK_SESSIONS = 6.0, 0.5, 2
+
+Say = Callable[[str], None]
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be; the operator's to fix."""
+
+
+class CertifyFailed(RuntimeError):
+    """Nothing could be measured at all; the text names the log that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked for."""
+
+    sessions: int | None
+    """None: search."""
+    seconds: float
+    quick: bool
+    speech: tuple[Path, ...]
+    conditions: Conditions
+    """callers, talk_s and extra are set trial by trial."""
+    command: str
+
+
+def plan(args: argparse.Namespace) -> Asked:
+    """The command line, checked. Raises `UsageError`."""
+    if args.sessions is not None and args.sessions < 1:
+        raise UsageError(f"--sessions {args.sessions}: expected 1 or more")
+    if not math.isfinite(args.minutes) or not 0 < args.minutes <= 24 * 60:
+        raise UsageError(f"--minutes {args.minutes}: expected up to 1440")
+    speech = tuple(args.speech or sorted(DATA.glob("caller_*.wav")))
+    if not speech:
+        raise UsageError(f"{DATA} holds no recordings; name some: --speech WAV ...")
+    given = {
+        name: value
+        for name in ("jitter_ms", "loss", "skew_ppm")
+        if (value := getattr(args, name)) is not None
+    }
+    return Asked(
+        sessions=args.sessions or (QUICK_SESSIONS if args.quick and not args.find else None),
+        seconds=QUICK_S if args.quick else args.minutes * 60,
+        quick=args.quick,
+        speech=speech,
+        conditions=Conditions(1, 1, QUICK_STAGGER_S if args.quick else STAGGER_S, **given),
+        command=" ".join(("duplexbox", *sys.argv[1:])),
+    )
+
+
+def run(bundle_path: Path, asked: Asked, out: Path, say: Say, progress: Say) -> int:
+    """Measure, and leave certificate.json, certificate.html and all ledgers in ``out``.
+
+    Returns 0 when the sessions hold, 1 when they do not. Raises `CertifyFailed` or `BundleError`.
+    """
+    bundle = bundles.read(bundle_path)
+    slots = bundle.manifest.largest_batch
+    if asked.sessions is not None and asked.sessions > slots:
+        raise UsageError(
+            f"--sessions {asked.sessions}: the largest batch of {bundle.path} is {slots}. "
+            f"Build a larger one: duplexbox export build --help"
+        )
+    executor = open_executor(bundle, slots)
+    found = measure(executor, asked, out, say, progress)
+    write(found, out)
+    for line in text(found):
+        say(line)
+    say(f"  {out / 'certificate.json'}  {out / 'certificate.html'}")
+    return 0 if found.holds else 1
+
+
+def measure(executor: Executor, asked: Asked, out: Path, say: Say, progress: Say) -> Certificate:
+    """Search, if asked to, then measure; see the module's text."""
+    out.mkdir(parents=True, exist_ok=True)
+    started, load = wall_stamp(), _load()
+    for line in _announcement(executor.bundle, asked):
+        say(line)
+    trials: list[Trial] = []
+    tried: dict[int, bool] = {}
+    guess = asked.sessions
+    if guess is None:
+        probe_s = min(asked.seconds, PROBE_S)
+        guess = executor.slots
+        while (count := next_trial(tried, executor.slots, guess)) is not None:
+            seen = _hold(executor, asked, count, probe_s, out, progress, search=True)
+            trials.append(trial(seen.summary, seen.callers, count, probe_s))
+            tried[count] = trials[-1].held
+            say(_verdict(trials[-1]))
+        guess = max((n for n, held in tried.items() if held), default=1)
+    while True:
+        seen = _hold(executor, asked, guess, asked.seconds, out, progress, search=False)
+        trials.append(trial(seen.summary, seen.callers, guess, asked.seconds))
+        say(_verdict(trials[-1]))
+        admitted = sum(not caller.refused for caller in seen.callers)
+        if trials[-1].held or asked.sessions is not None or guess == 1:
+            break
+        # Admission lets in fewer than the machine held, or the long run showed what the short
+        # trials did not: measure again with fewer.
+        guess = min(guess - 1, max(1, admitted))
+    return _certificate(executor, asked, trials, seen, guess, started, load)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one trial left behind."""
+
+    calls: list[ledger.Call]
+    summary: Summary
+    callers: list[SyntheticReport]
+    """Without the extra one."""
+    extra: SyntheticReport | None
+    forecast_sessions: int
+    forecast_ns: int
+    conditions: Conditions
+
+
+def _hold(
+    executor: Executor,
+    asked: Asked,
+    count: int,
+    seconds: float,
+    out: Path,
+    progress: Say,
+    *,
+    search: bool,
+) -> _Seen:
+    """Run a box with ``count`` callers, all live for ``seconds``, and read back what happened."""
+    conditions = msgspec.structs.replace(
+        asked.conditions, callers=count, talk_s=seconds, extra=0 if search else 1
+    )
+    stamp = wall_stamp()
+    folder = out / f"{stamp}-{count}"
+    folder.mkdir()
+    with tempfile.TemporaryDirectory(prefix="dbx-") as socket_folder:
+        config = Config(
+            engine=EngineConfig(executor.bundle.path, executor.slots if search else count),
+            clock=ClockConfig(drain_s=5),
+            control=ControlConfig(Path(socket_folder) / "control.sock"),
+            ledger=LedgerConfig(folder),
+            admission=AdmissionConfig(),
+        )
+        box = Box(config, executor, MonotonicClock(), available_memory_bytes())
+        box.switchboard.foresight.look_at_time = not search
+        callers = _Callers(box, config.control.socket, conditions, asked.speech, folder, progress)
+        callers.start()
+        try:
+            box.run()
+        finally:
+            callers.stop()
+    progress("")
+    reports = callers.reports()
+    calls = _read(folder)
+    own = {caller.session for caller in reports[:count] if caller.session}
+    kept = [call for call in calls if call.header.session in own]
+    box.switchboard.foresight.look_at_time = True
+    forecast = box.switchboard.foresight.forecast()
+    return _Seen(
+        calls=kept,
+        summary=report.summarise(kept),
+        callers=reports[:count],
+        extra=reports[count] if len(reports) > count else None,
+        forecast_sessions=forecast.most(executor.slots) if forecast else 0,
+        forecast_ns=forecast.tick_ns(count) if forecast else 0,
+        conditions=conditions,
+    )
+
+
+class _Callers:
+    """The thread that starts the callers' process, watches it, and then drains the box."""
+
+    def __init__(
+        self,
+        box: Box,
+        socket: Path,
+        conditions: Conditions,
+        speech: tuple[Path, ...],
+        folder: Path,
+        show: Say,
+    ) -> None:
+        self._box = box
+        self._conditions = conditions
+        self._out = folder / "callers.json"
+        self._log = folder / "callers.log"
+        self._show = show
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="certify")
+        made = conditions
+        self._command = [
+            *(sys.executable, "-m", "duplexbox", "appliance", "callers", *map(str, speech)),
+            *("--socket", str(socket), "--out", str(self._out)),
+            *("--count", str(made.callers), "--talk", str(made.talk_s)),
+            *("--stagger", str(made.stagger_s), "--extra", str(made.extra)),
+            *("--jitter-ms", str(made.jitter_ms), "--loss", str(made.loss)),
+            *("--skew-ppm", str(made.skew_ppm), "--seed", str(made.seed)),
+        ]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def reports(self) -> list[SyntheticReport]:
+        """What the callers saw. Raises `CertifyFailed` when they left nothing."""
+        try:
+            return msgspec.json.decode(self._out.read_bytes(), type=list[SyntheticReport])
+        except (OSError, msgspec.DecodeError):
+            said = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+            last = said[-1] if said else "they said nothing"
+            raise CertifyFailed(f"the callers' process failed ({self._log}): {last}") from None
+
+    def _run(self) -> None:
+        try:
+            while not self._box.switchboard.ready:
+                if self._stop.wait(0.05):
+                    return
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            with self._log.open("wb") as log:
+                process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                )
+                try:
+                    self._watch(process)
+                finally:
+                    if process.poll() is None:
+                        process.terminate()
+                    process.wait()
+        finally:
+            self._box.drain()
+
+    def _watch(self, process: "subprocess.Popen[bytes]") -> None:
+        while process.poll() is None and not self._stop.wait(PROGRESS_S):
+            counts = self._box.loop.counts
+            seconds = (counts.tick + 1) * self._box.loop.grid.period_ns / NS_PER_S
+            self._show(
+                f"  {seconds:6.1f} s   sessions {counts.live} of {self._conditions.callers}   "
+                f"margin {counts.margin_ns / 1e6:5.1f} ms, worst "
+                f"{counts.worst_margin_ns / 1e6:5.1f} ms   late {counts.late}   "
+                f"missed {counts.missed}"
+            )
+
+
+def write(found: Certificate, out: Path) -> None:
+    """certificate.json and certificate.html; the page shows the last trial's ledger."""
+    encoded = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
+    (out / "certificate.json").write_bytes(encoded)
+    folders = sorted(path for path in out.iterdir() if path.is_dir())
+    shown = {session.session for session in found.calls}
+    calls = [call for call in _read(folders[-1]) if call.header.session in shown]
+    (out / "certificate.html").write_text(page(found, calls), encoding="utf-8")
+
+
+def _read(folder: Path) -> list[ledger.Call]:
+    """The calls a trial left; a file that cannot be read is a call without a record."""
+    try:
+        return ledger.read_folder(folder, [])
+    except ledger.LedgerError:
+        return []
+
+
+def _certificate(
+    executor: Executor,
+    asked: Asked,
+    trials: list[Trial],
+    seen: _Seen,
+    sessions: int,
+    started: str,
+    load: float,
+) -> Certificate:
+    manifest = executor.bundle.manifest
+    found = problems(seen.summary, seen.callers, sessions)
+    newcomer = None
+    if seen.extra is not None:
+        newcomer = Newcomer(not seen.extra.refused, seen.extra.refused, seen.extra.detail)
+        if newcomer.admitted:
+            found = (*found, f"a caller more than {sessions} was admitted")
+    summary = seen.summary
+    return Certificate(
+        format=FORMAT,
+        started=started,
+        command=asked.command,
+        machine=_machine(load),
+        model=Model(
+            name=manifest.model.name,
+            trained=manifest.model.trained,
+            parameters=manifest.model.parameters,
+            checkpoint_sha256=manifest.model.checkpoint_sha256,
+            bundle=str(executor.bundle.path),
+            period_ns=manifest.timing.period_ns,
+            full_retention_s=manifest.ticks_until_full() * manifest.timing.period_ns / NS_PER_S,
+            session_bytes=session_bytes(manifest),
+        ),
+        path="synthetic line in a process of its own, shared memory, tick loop, engine, and back",
+        quick=asked.quick,
+        conditions=seen.conditions,
+        sessions=0 if found else sessions,
+        holds=not found,
+        forecast_sessions=seen.forecast_sessions,
+        forecast_ns=seen.forecast_ns,
+        newcomer=newcomer,
+        trials=tuple(trials),
+        ticks=summary.ticks,
+        calls=summary.sessions,
+        failed=summary.failed,
+        mean_on_time_share=summary.mean_on_time_share,
+        worst_session=summary.worst_session,
+        worst_on_time_share=summary.worst_on_time_share,
+        smallest_margin_ns=min((s.worst_margin_ns for s in summary.sessions), default=0),
+        smallest_buffer_ns=min((s.worst_buffer_ns for s in summary.sessions), default=0),
+        longest_miss_run=max((s.longest_miss_run for s in summary.sessions), default=0),
+        problems=found,
+    )
+
+
+def _announcement(bundle: Bundle, asked: Asked) -> list[str]:
+    manifest = bundle.manifest
+    full_s = manifest.ticks_until_full() * manifest.timing.period_ns / NS_PER_S
+    wanted = asked.conditions
+    lines = [
+        f"{manifest.model.name}, a frame every {manifest.timing.period_ns / 1e6:g} ms; callers "
+        f"with jitter up to {wanted.jitter_ms:g} ms, loss {wanted.loss:.2%}, clocks off by up to "
+        f"{wanted.skew_ppm:g} ppm; {asked.seconds:g} s with all of them live."
+    ]
+    if asked.quick:
+        lines.append("--quick: this shows that the path works. It is no evidence of capacity.")
+    elif asked.seconds < full_s:
+        lines.append(
+            f"Sessions are at full retention only after {full_s:g} s: measure longer "
+            f"(--minutes {math.ceil(full_s / 60)}) for what old calls cost."
+        )
+    return lines
+
+
+def _verdict(one: Trial) -> str:
+    verdict = "held" if one.held else f"did not hold: {one.why_not}"
+    return f"{one.sessions} sessions for {one.seconds:g} s: {verdict}"
+
+
+def _machine(load_before: float) -> Machine:
+    try:
+        version = importlib.metadata.version("duplexbox")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpu="none",
+        driver="none",
+        kernel=platform.release(),
+        python=platform.python_version(),
+        duplexbox=version,
+        engine=engine_name(),
+        load_before=load_before,
+        load_after=_load(),
+    )
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no procfs: what Python knows must do
+    return platform.processor() or platform.machine()
+
+
+def _load() -> float:
+    return os.getloadavg()[0]
