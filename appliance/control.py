@@ -27,6 +27,10 @@ LIMIT_BYTES = 65_536
 """Longest message; a peer that sends more is not one of ours."""
 
 
+LONGEST_CALLER = 200
+"""Characters of a caller's name."""
+
+
 class BoxGone(ConnectionError):
     """There is no box at the other end, or it closed the connection; the operator's business."""
 
@@ -45,7 +49,7 @@ class Join(_Message, frozen=True):
     request: int
     line: Annotated[str, Meta(max_length=32)]
     """Kind of line: file, local, websocket, sip."""
-    caller: Annotated[str, Meta(max_length=200)]
+    caller: Annotated[str, Meta(max_length=LONGEST_CALLER)]
     """Who calls, as the line knows it; goes into the ledger."""
     settings: Annotated[dict[Annotated[str, Meta(max_length=100)], float], Meta(max_length=64)] = {}
     """Values of the bundle's `constant` regions by name, such as sampling.temperature."""

@@ -15,6 +15,7 @@ line woke up at: a line that overslept puts the frames it owes at once, as a net
 """
 
 import enum
+import os
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -205,8 +206,8 @@ class Call:
                 return []
             self.state = State.JOINING
             self._until_ns = now_ns + ANSWER_NS
-            caller, settings = self.plan.wav.name, self.plan.settings
-            return [control.Join(self.number, "file", caller, settings)]
+            caller = _words(self.plan.wav.name)[: control.LONGEST_CALLER]
+            return [control.Join(self.number, "file", caller, self.plan.settings)]
         if self.state is State.JOINING:
             if now_ns >= self._until_ns:
                 self.end(now_ns, f"the box did not answer for {ANSWER_NS // NS_PER_S} s")
@@ -295,7 +296,7 @@ class Call:
         if playout is not None and playout.first_ns is not None:
             round_trip_ns = playout.first_ns - (self._first_ns - self._grid.period_ns)
         return CallReport(
-            wav=str(self.plan.wav),
+            wav=_words(str(self.plan.wav)),
             session=self.session,
             generation=0 if playout is None else playout.generation,
             ended=self.trouble or self._ended,
@@ -429,6 +430,11 @@ class Call:
                 path.write_bytes(content)
             except OSError as err:
                 raise WavError(f"{path} cannot be written: {err.strerror}") from None
+
+
+def _words(name: str) -> str:
+    """A file's name as text: its bytes need not be UTF-8, and what is sent and written must."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 def _span_ms(times_ns: list[int]) -> Span | None:

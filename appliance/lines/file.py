@@ -255,5 +255,7 @@ def _setting(text: str) -> tuple[str, float]:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    # File names are in it, and may hold anything that moves a terminal's cursor.
+    clean = "".join(char if char.isprintable() else "\ufffd" for char in text)
+    sys.stderr.write(f"{clean}\n")
     sys.stderr.flush()

@@ -7,6 +7,8 @@ rounded and clipped on its way to disk. Does not know frames, sessions or the mo
 Both directions stream: an hour of audio is never in memory.
 """
 
+import contextlib
+import os
 import struct
 from pathlib import Path
 from types import TracebackType
@@ -51,7 +53,7 @@ class WavReader:
         if not head:
             raise WavError(f"{path} is empty; hand in a WAV file with audio in it")
         try:
-            self._file = soundfile.SoundFile(str(path))
+            self._file = soundfile.SoundFile(os.fsencode(path))  # a name need not be UTF-8
         except soundfile.LibsndfileError as err:
             if head[:4] in (b"RIFF", b"RF64", b"riff"):
                 raise WavError(
@@ -132,7 +134,12 @@ class WavWriter:
             self._file: BinaryIO = path.open("wb")
         except OSError as err:
             raise WavError(f"{path} cannot be written: {err.strerror}") from None
-        self._sync()
+        try:
+            self._sync()
+        except OSError as err:
+            with contextlib.suppress(OSError):  # what it has buffered cannot be written either
+                self._file.close()
+            raise WavError(f"{path} cannot be written: {err.strerror}") from None
 
     def write(self, pcm: NDArray[np.float32]) -> None:
         """Append (n,) or (n, channels) float32; full scale is ±1. Raises `WavError`."""

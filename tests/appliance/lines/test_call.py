@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import soundfile
@@ -50,7 +51,8 @@ class Desk:
     """A call, the box's side of its channel, and the time."""
 
     def __init__(self, folder: Path, frames: float, plan: CallPlan, uplink: int) -> None:
-        soundfile.write(plan.wav, np.full(round(frames * S), 0.25), 24_000, subtype="PCM_16")
+        tone = np.full(round(frames * S), 0.25)
+        soundfile.write(os.fsencode(plan.wav), tone, 24_000, "PCM_16", format="WAV")
         self.folder = folder
         self.call = Call(1, plan, WavReader(plan.wav), folder, WELCOME, [])
         self.channel = Channel.create(
@@ -107,9 +109,10 @@ def desk(tmp_path: Path) -> Iterator[MakeDesk]:
         hang_up_after_ns: int | None = None,
         abrupt: bool = False,
         start_ns: int = T0_NS,
+        wav: str = "in.wav",
     ) -> Desk:
         plan = CallPlan(
-            tmp_path / "in.wav", "x", start_ns, hang_up_after_ns, abrupt, {"sampling.seed": 3.0}
+            tmp_path / wav, "x", start_ns, hang_up_after_ns, abrupt, {"sampling.seed": 3.0}
         )
         desks.append(Desk(tmp_path, frames, plan, uplink))
         return desks[-1]
@@ -173,6 +176,26 @@ def test_join_says_who_calls_and_what_is_wanted(desk: MakeDesk) -> None:
     assert box.advance() == []
     assert box.advance(5) == [control.Join(1, "file", "in.wav", {"sampling.seed": 3.0})]
     assert box.advance(5) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "caller"),
+    [
+        ("x" * 240 + ".wav", "x" * control.LONGEST_CALLER),
+        (os.fsdecode(b"caf\xe9.wav"), "caf\ufffd.wav"),
+    ],
+    ids=["too long", "not UTF-8"],
+)
+def test_a_strange_file_name_is_no_trouble_for_the_line(
+    desk: MakeDesk, name: str, caller: str
+) -> None:
+    """The box would cut off a line that sends it, and every other call of that line."""
+    box = desk(wav=name)
+    (join,) = box.advance()
+    assert isinstance(join, control.Join)
+    assert join.caller == caller
+    assert control.decode_to_box(control.encode(join)) == join
+    assert msgspec.json.encode(box.call.report())
 
 
 def test_a_refusal_is_said_in_words(desk: MakeDesk) -> None:

@@ -158,6 +158,8 @@ def test_two_channels_keep_their_places(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(WavError, match="cannot be written: No such file"):
         WavWriter(tmp_path / "missing" / "out.wav", 24_000)
+    with pytest.raises(WavError, match="full cannot be written: No space left on device"):
+        WavWriter(Path("/dev/full"), 24_000)
 
 
 KILLED = """
