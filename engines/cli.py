@@ -7,8 +7,12 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines import bundle
+
+if TYPE_CHECKING:
+    from engines import bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,9 +22,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     bench = verbs.add_parser("bench", help="time every stage and the tick, batch by batch")
     bench.add_argument("bundle", type=Path)
+    bench.add_argument(
+        "--executor", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)"
+    )
     bench.add_argument("--batches", default="1,4", help="batch sizes (default: %(default)s)")
+    bench.add_argument(
+        "--fill", default="0", help="ages of the sessions, in ticks (default: %(default)s)"
+    )
     bench.add_argument("--ticks", type=int, default=500, help="ticks each (default: %(default)s)")
+    bench.add_argument(
+        "--eager", action="store_true", help="cuda: stage by stage instead of one graph"
+    )
+    bench.add_argument("--no-hashes", action="store_true", help="trust the bundle's files")
     bench.add_argument("--json", action="store_true", help="for another program")
+    bench.add_argument("--plot", type=Path, metavar="SVG", help="draw tick time over the batch")
     bench.set_defaults(run=run_bench)
 
     args = parser.parse_args(argv)
@@ -33,24 +48,67 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from engines import bench
-    from engines.ort_executor import OrtExecutor
+    from engines import bench, bench_plot
 
-    batches = batch_list(args.batches)
+    batches, fills = batch_list(args.batches), fill_list(args.fill)
     if args.ticks < 1:
         raise ValueError(f"--ticks {args.ticks}: at least 1 tick must run")
-    executor = OrtExecutor(bundle.read(args.bundle), max(batches))
-    timings = []
-    for batch in batches:
-        bench.measure(executor, batch, min(args.ticks, 20))  # warm up: first runs allocate
-        timings += bench.measure(executor, batch, args.ticks)
+    opened = bundle.read(args.bundle, hashes=not args.no_hashes)
+    executor, about, rate = _open_executor(args, opened, batches)
+    timings, loads = [], []
+    for fill in fills:
+        for batch in batches:
+            timings += bench.measure(executor, batch, args.ticks, fill)
+            loads.append(bench.load(opened.manifest, timings[-1], rate))
+            if not args.json:
+                print("\n".join(bench.table(timings[-len(executor.stage_names()) - 1 :])))
+                print(_floor(loads[-1]), flush=True)
+    title = f"{args.bundle} on {about}, {args.ticks} ticks each"
     if args.json:
-        print(json.dumps([dataclasses.asdict(timing) for timing in timings], indent=1))
-        return 0
-    print(f"{args.bundle} on {_cpu()}, ONNX Runtime CPU, one thread, {args.ticks} ticks each")
-    for line in bench.table(timings):
-        print(line)
+        found = {
+            "about": title,
+            "timings": [dataclasses.asdict(timing) for timing in timings],
+            "loads": [dataclasses.asdict(load) for load in loads],
+        }
+        print(json.dumps(found, indent=1))
+    else:
+        print(title)
+    if args.plot:
+        period_us = opened.manifest.timing.period_ns / 1e3
+        args.plot.write_text(bench_plot.plot(timings, loads, period_us, title))
+    executor.close()
     return 0
+
+
+def _open_executor(
+    args: argparse.Namespace, opened: bundle.Bundle, batches: Sequence[int]
+) -> "tuple[bench.Timed, str, float | None]":
+    """The executor asked for, what it runs on, and the copy rate in bytes per microsecond."""
+    if args.executor == "cpu":
+        from engines.ort_executor import OrtExecutor
+
+        return OrtExecutor(opened, max(batches)), f"{_cpu()}, ONNX Runtime CPU, one thread", None
+    from engines import cuda_executor
+
+    rate = cuda_executor.copy_rate()
+    options = cuda_executor.CudaOptions(batches=batches, graphs=not args.eager)
+    executor = cuda_executor.CudaExecutor(opened, max(batches), options)
+    memory = executor.memory()
+    how = "eager" if args.eager else f"graphs of {executor.nodes(max(batches))} nodes"
+    about = (
+        f"{executor.device.name}, ONNX Runtime CUDA, {how}, copies at {rate / 1e6:.2f} TB/s, "
+        f"{memory.device_used / 1e9:.1f} GB used after start-up"
+    )
+    return executor, about, rate
+
+
+def _floor(load: "bench.Load") -> str:
+    if load.floor_us is None or load.share is None:
+        return f"reads at least {load.tick_bytes / 1e9:.3f} GB"
+    return (
+        f"reads at least {load.tick_bytes / 1e9:.2f} GB, {load.floor_us / 1e3:.2f} ms at the copy "
+        f"rate: {load.share:.0%} of the tick"
+    )
 
 
 def batch_list(text: str) -> list[int]:
@@ -58,6 +116,14 @@ def batch_list(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words):
         raise ValueError(f"--batches {text}: write batch sizes with commas, such as 1,4")
+    return [int(word) for word in words]
+
+
+def fill_list(text: str) -> list[int]:
+    """ "0,300" -> [0, 300]. Raises ValueError with the form that is wanted."""
+    words = text.split(",")
+    if not all(word.isdigit() for word in words):
+        raise ValueError(f"--fill {text}: write ages in ticks with commas, such as 0,300,3000")
     return [int(word) for word in words]
 
 

@@ -458,6 +458,23 @@ def open_device(ordinal: int) -> cuda.Device:
     return device
 
 
+def copy_rate(ordinal: int = 0, nbytes: int = 1 << 31) -> float:
+    """Bytes read plus bytes written per microsecond by a large copy on the device."""
+    device = open_device(ordinal)
+    stream, began, ended = cuda.Stream(), cuda.Event(), cuda.Event()
+    source, target = cuda.allocate(nbytes), cuda.allocate(nbytes)
+    rates = []
+    for _ in range(6):  # the first is slower
+        began.record(stream)
+        cuda.copy_device(target, source, nbytes, stream)
+        ended.record(stream)
+        rates.append(2 * nbytes / ended.elapsed_us(began))
+    cuda.release(source)
+    cuda.release(target)
+    cuda.close_all([device, stream, began, ended])
+    return sorted(rates)[len(rates) // 2]
+
+
 def _hold_gpu(device: cuda.Device) -> IO[str]:
     """Lock the GPU against a second box; closing the file lets go of it."""
     path = Path(tempfile.gettempdir()) / f"duplexbox-gpu-{device.uuid}.lock"

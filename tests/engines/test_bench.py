@@ -37,7 +37,7 @@ def test_the_command_prints_json_and_refuses_nonsense(
         cli.main(["bench", str(tmp_path / "toy"), "--batches", "1,2", "--ticks", "5", "--json"])
         == 0
     )
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["timings"]
     assert [(row["name"], row["batch"]) for row in rows][3:5] == [("tick", 1), ("hear", 2)]
     assert cli.main(["bench", str(tmp_path / "toy"), "--batches", "1-4"]) == 1
     assert "write batch sizes with commas" in capsys.readouterr().err
