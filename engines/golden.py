@@ -36,15 +36,14 @@ def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[np.float
     for row, age in enumerate(ages):
         if not age:
             continue
-        written = region.clock.valid_rows(age)
         key = np.frombuffer(_digest(seed, region.name, row), dtype="<u8")
         values = math.prod(region.shape)
         words = np.random.Philox(key=key).random_raw(-(-values // 8)).astype("<u8", copy=False)
-        levels = words.view(np.uint8)[:values].reshape(region.shape).astype(np.float32)
-        index = [slice(None)] * len(region.shape)
+        levels = words.view(np.int8)[:values].reshape(region.shape)
+        reached = [slice(None)] * len(region.shape)
         if region.clock.kind is ClockKind.RING:
-            index[region.clock.axis] = slice(0, written)
-        out[row][tuple(index)] = ((levels - np.float32(128)) * STEP)[tuple(index)]
+            reached[region.clock.axis] = slice(0, region.clock.valid_rows(age))
+        np.multiply(levels[tuple(reached)], STEP, out=out[row][tuple(reached)])
     return out
 
 

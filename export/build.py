@@ -2,94 +2,116 @@
 
     bundle.json
     pieces.json          text of every token
+    tokenizer.model      the SentencePiece model they come from, if the checkpoint has one
     stages/*.onnx        one graph per stage
-    stages/weights/*.bin weights, one file per part, shared by the stages
+    stages/weights/*.bin weights, by part of the model, shared by the stages
+    golden/*.safetensors what every stage must answer, recorded in float32
 
-The folder is filled from scratch: an old bundle in its place is replaced, anything else refused.
-The same model and seed give the same bytes. Not here: what a stage computes (`stages`), how it is
-written (`to_onnx`), the format (`engines.bundle`).
+A model may be larger than the machine's memory: graphs are traced without values, and weights go
+from the checkpoint into the bundle a few megabytes at a time. A killed build continues, a
+finished one says that there is nothing to do (`journal`). The same model gives the same bytes.
+
+Not here: what a stage computes (`stages`), how it is written (`to_onnx`), where the model comes
+from (`source`), the format (`engines.bundle`).
 """
 
 import hashlib
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
+import torch
 
 from engines import bundle
 from engines.bundle import (
     AudioPorts,
     Bundle,
+    GoldenSpec,
     Manifest,
     ModelInfo,
+    PromptSpec,
     TextPorts,
     Timing,
 )
-from export import tiny
-from export.models.config import ModelConfig
-from export.models.lm import LanguageModel
-from export.models.mimi import Mimi
-from export.stages import PCM, PCM_OUT, TEXT, VALID, all_regions, graphs_of, noise_stage
-from export.to_onnx import Weights, raw_bytes, write_graph
+from export import golden, prompt, tiny
+from export.journal import Journal
+from export.prompt_stages import Opening, Prefill, prompt_graphs
+from export.source import Precision, Source, from_seed
+from export.stages import PCM, PCM_OUT, TEXT, VALID, StageGraph, all_regions, graphs_of, noise_stage
+from export.to_onnx import Weights, graph_bytes
 
-PIECES = "pieces.json"
-UNTRAINED = "untrained: weights from seed {seed}; its voice and its words are noise"
+PIECES, TOKENIZER = "pieces.json", "tokenizer.model"
+SPARE_BYTES = 256 << 20
+"""Left free on the disk; golden data and the manifest are far smaller."""
+
+Progress = Callable[[str, int, int], None]
+"""(file, bytes of it written, bytes of it) -> nothing."""
+Say = Callable[[str], None]
 
 
-class FolderTaken(ValueError):
-    """The folder to write holds something that is not a bundle; the operator's fault."""
+class DiskFull(ValueError):
+    """The bundle does not fit where it should go; the operator's to solve."""
 
 
-def build_seeded(model: str, out: Path, *, seed: int = 0, largest_batch: int = 8) -> Bundle:
+def build_seeded(
+    model: str,
+    out: Path,
+    *,
+    seed: int = 0,
+    largest_batch: int = 8,
+    dtype: Precision | None = None,
+) -> Bundle:
     """Write the bundle of a small seeded model (`tiny.MODELS`) into ``out`` and read it back.
 
     Raises `FolderTaken` when ``out`` exists and is not a bundle.
     """
-    config = tiny.MODELS[model]
-    mimi, lm = tiny.seeded(config, seed)
-    return build(
-        config,
-        mimi,
-        lm,
-        tiny.pieces(config),
-        out,
-        largest_batch=largest_batch,
-        trained=False,
-        notice=UNTRAINED.format(seed=seed),
-    )
+    return build(from_seed(model, seed, dtype), out, largest_batch=largest_batch)
 
 
 def build(
-    config: ModelConfig,
-    mimi: Mimi,
-    lm: LanguageModel,
-    pieces: tuple[str, ...],
+    source: Source,
     out: Path,
     *,
     largest_batch: int,
-    trained: bool,
-    notice: str = "",
+    voices: Mapping[str, Path] = MappingProxyType({}),
+    progress: Progress = lambda file, done, total: None,
+    say: Say = lambda sentence: None,
 ) -> Bundle:
-    """Write the bundle of a model that is in memory into ``out`` and read it back, hashes too."""
-    assert len(pieces) == config.lm.text_card, (len(pieces), config.lm.text_card)
-    _clear(out)
-    graphs = graphs_of(config, mimi, lm)
-    stages = out / "stages"
-    stages.mkdir()
-    with Weights(stages) as weights:
-        files = [str(write_graph(graph, weights).relative_to(out)) for graph in graphs]
-    files += [f"stages/{name}" for name in weights.files]
-    (out / PIECES).write_bytes(msgspec.json.encode(pieces) + b"\n")
-    files.append(PIECES)
+    """Write, continue or recognise the bundle of ``source`` in ``out``; read it back, hashes too.
+
+    Raises `FolderTaken` when ``out`` holds something else, `DiskFull` before writing weights.
+    """
+    config = source.config
+    assert len(source.pieces) == config.lm.text_card, (len(source.pieces), config.lm.text_card)
+    journal = Journal(out, made_from(source, largest_batch, voices))
+    if journal.note:
+        say(journal.note)
+    if journal.whole:
+        return bundle.read(out)
+    graphs = graphs_of(config, source.mimi, source.lm, source.dtype)
+    prompted = config.prompt is not None
+    asks = prompt_graphs(config, source.lm, source.dtype) if prompted else ()
+    _write_stages(source, (*graphs, *asks), journal, progress, say)
+    pieces = msgspec.json.encode(source.pieces) + b"\n"
+    _write_once(journal, PIECES, lambda: pieces)
+    if source.tokenizer is not None:
+        _write_once(journal, TOKENIZER, source.tokenizer.read_bytes)
+    elif prompted:
+        _write_once(journal, TOKENIZER, lambda: tiny.tokenizer(config))
+    regions = all_regions(graphs, config)
+    specs = _write_golden(source, graphs, journal, say)
     encode, temporal, depth, decode = (graph.spec for graph in graphs)
+    prompts = _write_prompt(source, asks, voices, journal) if asks else None
     manifest = Manifest(
         format=bundle.FORMAT,
         model=ModelInfo(
             name=config.name,
-            parameters=tiny.parameters(mimi) + tiny.parameters(lm),
-            checkpoint_sha256=checkpoint_sha256(mimi, lm),
-            trained=trained,
-            notice=notice,
+            parameters=source.parameters,
+            checkpoint_sha256=source.checkpoint_sha256(),
+            trained=source.trained,
+            notice=source.notice,
         ),
         timing=Timing(
             period_ns=config.period_ns,
@@ -97,33 +119,116 @@ def build(
             samples_per_frame=config.mimi.samples_per_frame,
         ),
         largest_batch=largest_batch,
-        regions=all_regions(graphs, config),
+        regions=regions,
         stages=(noise_stage(config), encode, temporal, depth, decode),
         audio=AudioPorts(input=PCM, output=PCM_OUT, valid=VALID),
         text=TextPorts(output=TEXT, pieces=PIECES, silent_ids=config.silent_ids),
-        files={name: bundle.describe_file(out / name) for name in sorted(files)},
+        files={name: journal.files[name] for name in sorted(journal.files)},
+        golden=specs,
+        golden_call=golden.CALL,
+        made_from=journal.made_from,
+        prompt=prompts,
     )
     bundle.write(out, manifest)
+    journal.finish()
     return bundle.read(out)
 
 
-def checkpoint_sha256(mimi: Mimi, lm: LanguageModel) -> str:
-    """Hash over names, shapes and values of everything a checkpoint of the model holds."""
+def made_from(
+    source: Source, largest_batch: int, voices: Mapping[str, Path] = MappingProxyType({})
+) -> dict[str, str]:
+    """Everything the bytes of a bundle depend on."""
+    given = {
+        "batches": f"1-{largest_batch}",
+        "exporter": exporter_sha256(),
+        "torch": str(torch.__version__),
+    }
+    given |= {f"voice {n}": bundle.describe_file(path).sha256 for n, path in voices.items()}
+    return source.made_from | given
+
+
+def exporter_sha256() -> str:
+    """Hash of this program's own text: another exporter may write another bundle."""
     digest = hashlib.sha256()
-    for part, model in (("mimi", mimi), ("lm", lm)):
-        for name, tensor in sorted(model.state_dict().items()):
-            digest.update(f"{part}.{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(raw_bytes(tensor))
+    here = Path(__file__).parent
+    for path in sorted(here.rglob("*.py")):
+        digest.update(f"{path.relative_to(here)}\n".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _clear(out: Path) -> None:
-    """Make ``out`` an empty folder; only a bundle is ever deleted."""
-    if out.exists():
-        if not (out / "bundle.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-            raise FolderTaken(
-                f"{out} exists and is not a bundle, so nothing was written. "
-                f"Choose another folder: duplexbox export build MODEL -o FOLDER"
-            )
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
+def _write_stages(
+    source: Source,
+    graphs: tuple[StageGraph, ...],
+    journal: Journal,
+    progress: Progress,
+    say: Say,
+) -> None:
+    """Graphs first, because they say which weights there are; then the weights, file by file."""
+    weights = Weights(journal.folder / "stages", source.hollow)
+    for graph in graphs:
+        say(f"tracing {graph.name}")
+        # Traced even if the file is there: tracing is what gives the weights their places.
+        raw = graph_bytes(graph, weights)
+        _write_once(journal, f"stages/{graph.name}.onnx", lambda raw=raw: raw)  # type: ignore[misc]
+    _check_disk(journal, {f"stages/{name}": size for name, size in weights.files.items()})
+    for file, total in weights.files.items():
+        name = f"stages/{file}"
+        if not journal.has(name):
+            journal.write(name, _counted(weights.chunks(file), name, total, progress))
+
+
+def _counted(
+    chunks: Iterator[memoryview], name: str, total: int, progress: Progress
+) -> Iterator[memoryview]:
+    done = 0
+    for chunk in chunks:
+        done += len(chunk)
+        yield chunk
+        if len(chunk):
+            progress(name, done, total)
+
+
+def _write_golden(
+    source: Source, graphs: tuple[StageGraph, ...], journal: Journal, say: Say
+) -> tuple[GoldenSpec, ...]:
+    specs = []
+    for graph in graphs:
+        spec = golden.spec_of(graph, source)
+        if not journal.has(spec.file):
+            say(f"recording what {graph.name} answers, in float32")
+            journal.write(spec.file, [golden.record(graph, source, spec)])
+        specs.append(spec)
+    if not journal.has(golden.CALL):
+        say("recording a call, in float32")
+        journal.write(golden.CALL, [golden.record_call(graphs, source)])
+    return tuple(specs)
+
+
+def _write_prompt(
+    source: Source, graphs: tuple[Prefill, Opening], voices: Mapping[str, Path], journal: Journal
+) -> PromptSpec:
+    """The prompt section, and its voices' files; a seeded model has voices of its own."""
+    config = source.config
+    spec = prompt.prompt_spec(config, source.mimi, graphs, TOKENIZER)
+    sounds = dict(voices) or (tiny.voices(config) if config in tiny.MODELS.values() else {})
+    found = []
+    for voice, content in prompt.voices(sounds, spec, source.mimi, config.lm, source.dtype):
+        _write_once(journal, voice.file, lambda content=content: content)  # type: ignore[misc]
+        found.append(voice)
+    return msgspec.structs.replace(spec, voices=tuple(found))
+
+
+def _write_once(journal: Journal, name: str, content: Callable[[], bytes]) -> None:
+    if not journal.has(name):
+        journal.write(name, [content()])
+
+
+def _check_disk(journal: Journal, files: dict[str, int]) -> None:
+    needed = sum(size for name, size in files.items() if not journal.has(name))
+    free = shutil.disk_usage(journal.folder).free
+    if needed + SPARE_BYTES > free:
+        raise DiskFull(
+            f"{journal.folder} has {free / 1e9:.1f} GB free, the bundle needs {needed / 1e9:.1f} "
+            f"GB more. Free some and run the same command again, or choose another folder with -o"
+        )

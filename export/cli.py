@@ -20,14 +20,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     build = verbs.add_parser("build", help="a model -> a bundle")
-    build.add_argument("model", choices=("small", "micro"), help="a seeded model by name")
+    build.add_argument("model", help="a checkpoint's folder, or a seeded model: small, micro")
     build.add_argument("-o", "--out", type=Path, required=True, help="the bundle to write")
-    build.add_argument("--seed", type=int, default=0, help="seed of the untrained weights")
+    build.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the language model (default: as it is stored); the codec is always float32",
+    )
     build.add_argument(
         "--batches",
         default="1-8",
         help="batch profiles, from 1 without gaps (default: %(default)s)",
     )
+    build.add_argument(
+        "--context", type=int, help="ticks attention sees (default: as the checkpoint says)"
+    )
+    build.add_argument("--seed", type=int, default=0, help="of a seeded model's weights")
     build.set_defaults(run=run_build)
 
     seeded = verbs.add_parser(
@@ -50,6 +58,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     seeded.set_defaults(run=run_seed_checkpoint)
 
+    verify = verbs.add_parser(
+        "verify", help="every stage on this CPU against its golden data, and against torch"
+    )
+    verify.add_argument("bundle", type=Path)
+    verify.add_argument(
+        "--checkpoint", help="what the bundle was built from, to compare with torch anew"
+    )
+    verify.add_argument("--seed", type=int, default=0, help="of a seeded model's weights")
+    verify.add_argument(
+        "--frames", type=int, help="length of the greedy call with --checkpoint (default: golden's)"
+    )
+    verify.add_argument(
+        "--dtype",
+        choices=("float32",),
+        default="float32",
+        help="arithmetic; a bfloat16 or float16 stage is verified as its float32 twin",
+    )
+    verify.set_defaults(run=run_verify)
+
     shown = verbs.add_parser("show", help="stages, regions and bytes per session of a bundle")
     shown.add_argument("bundle", type=Path)
     shown.add_argument("--json", action="store_true", help="for another program")
@@ -65,13 +92,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_build(args: argparse.Namespace) -> int:
-    from export import build  # needs torch and onnx
+    from export import build, checkpoint, seed_progress, source  # needs torch and onnx
 
-    written = build.build_seeded(
-        args.model, args.out, seed=args.seed, largest_batch=largest_batch(args.batches)
+    batches = largest_batch(args.batches)
+    if Path(args.model).is_dir() and args.model not in source.SEEDED:
+        for line in checkpoint.lines(checkpoint.open_checkpoint(Path(args.model))):
+            print(line)
+    model = source.open_source(args.model, seed=args.seed, dtype=args.dtype, context=args.context)
+    bar = seed_progress.Bar(sys.stderr.isatty())
+    written = build.build(
+        model,
+        args.out,
+        largest_batch=batches,
+        progress=lambda *now: print(bar.update(*now), end="", file=sys.stderr, flush=True),
+        say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
     )
     for line in show.lines(written.manifest):
         print(line)
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from export import source, verify  # needs torch and onnx
+
+    checked = bundle.read(args.bundle)
+    reference = None
+    if args.checkpoint is not None:
+        reference = source.open_like(args.checkpoint, checked.manifest, seed=args.seed)
+    failures = 0
+    for finding in verify.findings(checked, reference, frames=args.frames):
+        print(finding.sentence, file=sys.stderr if finding.is_failure else sys.stdout, flush=True)
+        failures += finding.is_failure
+    if failures:
+        print(f"{args.bundle}: {failures} checks failed", file=sys.stderr)
+        return 1
+    print(f"{args.bundle}: verified")
     return 0
 
 

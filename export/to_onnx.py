@@ -10,14 +10,15 @@ files, no stack traces, no time: the same model gives the same bytes.
 Why not `torch.onnx.export`: it spells out reshapes as arithmetic on shapes and wraps every scalar
 in casts (1,350 nodes for a depth stage that needs 700), and its optimiser renames the weights.
 
-Weights of 1 KiB and more go into external files, one per part of the model, shared by the stages
-that use them and aligned so that they can be mapped. Not here: which stages there are (`stages`),
-hashing and the manifest (`build`).
+Weights of 1 KiB and more go into external files, by part of the model, shared by the stages that
+use them and aligned so that they can be mapped. A model need not be loaded for it: weights may be
+hollow (`hollow`). Not here: which stages there are (`stages`), hashing and the manifest (`build`).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import onnx
 import torch
@@ -25,7 +26,8 @@ from onnx import TensorProto, helper
 from torch import Tensor
 from torch.fx import Node
 
-from engines.bundle import BATCH, TensorSpec
+from engines.bundle import BATCH, ROWS, TensorSpec
+from export.hollow import Hollow, nothing_hollow
 from export.lowering import TABLE, Names
 from export.models.streaming import TORCH_DTYPES
 from export.stages import StageGraph
@@ -38,6 +40,9 @@ PAGE_BYTES = 4096
 WIDE_BYTES = 1 << 20
 """Tensors at least this large start on a page, so that mapping one touches no other."""
 ALIGN_BYTES = 64
+FILE_BYTES = 1 << 30
+"""Of a file of weights, unless one weight is larger: a killed build repeats at most this much."""
+CHUNK_BYTES = 8 << 20
 
 ONNX_DTYPES = {
     torch.float32: TensorProto.FLOAT,
@@ -59,55 +64,91 @@ class NotLowered(NotImplementedError):
     """A stage uses a torch operator the table does not have; the model's author's fault."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where one weight lies: bytes ``offset`` to ``offset + length`` of a file."""
+
+    tensor: Tensor
+    file: str
+    """Relative to the folder of the graphs."""
+    offset: int
+    length: int
+
+
 class Weights:
-    """External files below ``folder``/weights, one per first part of a weight's name.
+    """External files below ``folder``/weights, named after the first part of a weight's name.
+
+    Places are given while graphs are written; the bytes follow file by file, so that whoever
+    writes them can show progress, stop and continue. No file grows beyond `FILE_BYTES` unless
+    one weight alone does.
 
     folder: where the graphs lie; ONNX Runtime reads external data only below that.
     """
 
-    folder: Path
-    places: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    """Weight name -> file (relative to folder), offset, bytes."""
-    _files: dict[str, BinaryIO] = field(default_factory=dict)
+    def __init__(self, folder: Path, hollow: Hollow | None = None) -> None:
+        """hollow: knows the values of tensors that have none of their own."""
+        self.folder = folder
+        self.hollow = hollow or nothing_hollow()
+        self.places: dict[str, Placed] = {}
+        self.files: dict[str, int] = {}
+        """File, relative to ``folder`` -> its bytes."""
+        self._numbers: dict[str, int] = {}
 
-    def place(self, name: str, tensor: Tensor) -> tuple[str, int, int]:
-        """Write ``tensor`` unless a stage before did; say where it lies."""
+    def place(self, name: str, tensor: Tensor) -> Placed:
+        """Give ``tensor`` a place, the same one if a stage before asked for it."""
         if name not in self.places:
-            location = f"weights/{name.partition('.')[0]}.bin"
-            if location not in self._files:
-                path = self.folder / location
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files[location] = path.open("wb")
-            file, raw = self._files[location], raw_bytes(tensor)
-            align = PAGE_BYTES if len(raw) >= WIDE_BYTES else ALIGN_BYTES
-            file.write(bytes(-file.tell() % align))
-            self.places[name] = (location, file.tell(), len(raw))
-            file.write(raw)
+            part, length = name.partition(".")[0], tensor.numel() * tensor.element_size()
+            align = PAGE_BYTES if length >= WIDE_BYTES else ALIGN_BYTES
+            number = self._numbers.setdefault(part, 0)
+            offset = -(-self.files.get(_weights_file(part, number), 0) // align) * align
+            if offset and offset + length > FILE_BYTES:
+                number = self._numbers[part] = number + 1
+                offset = 0
+            file = _weights_file(part, number)
+            self.files[file] = offset + length
+            self.places[name] = Placed(tensor, file, offset, length)
         return self.places[name]
 
-    @property
-    def files(self) -> list[str]:
-        """Paths written so far, relative to ``folder``."""
-        return sorted(self._files)
+    def chunks(self, file: str) -> Iterator[memoryview]:
+        """The bytes of one file, in order, a few megabytes at a time."""
+        end = 0
+        for placed in self.places.values():
+            if placed.file == file:
+                yield memoryview(bytes(placed.offset - end))
+                flat = self.hollow.values(placed.tensor).detach().contiguous().reshape(-1)
+                raw = flat.view(torch.uint8)
+                for first in range(0, placed.length, CHUNK_BYTES):
+                    yield raw[first : first + CHUNK_BYTES].numpy().data
+                end = placed.offset + placed.length
 
-    def __enter__(self) -> Self:
-        return self
+    def write(self) -> None:
+        """Write every file at once, for models that are in memory."""
+        for file in self.files:
+            path = self.folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as stream:
+                for chunk in self.chunks(file):
+                    stream.write(chunk)
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
+
+def _weights_file(part: str, number: int) -> str:
+    return f"weights/{part}.{number}.bin" if number else f"weights/{part}.bin"
 
 
 def write_graph(graph: StageGraph, weights: Weights) -> Path:
-    """Write ``graph`` as ``weights.folder``/<stage>.onnx and its weights into ``weights``.
+    """Write ``graph`` as ``weights.folder``/<stage>.onnx; its weights get places in ``weights``.
 
     Raises `NotLowered` naming the operator the table lacks.
     """
-    model = _GraphWriter(graph, weights).write()
     path = weights.folder / f"{graph.name}.onnx"
-    path.write_bytes(model.SerializeToString(deterministic=True))
+    path.write_bytes(graph_bytes(graph, weights))
     return path
+
+
+def graph_bytes(graph: StageGraph, weights: Weights) -> bytes:
+    """What `write_graph` writes."""
+    raw: bytes = _GraphWriter(graph, weights).write().SerializeToString(deterministic=True)
+    return raw
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
@@ -117,14 +158,21 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def trace(graph: StageGraph) -> torch.export.ExportedProgram:
-    """The stage over a symbolic batch of at least one session."""
-    batch = torch.export.Dim(BATCH, min=1, max=4096)
+    """The stage over its symbolic first axis: sessions in the batch, or a prompt's rows."""
+    lengths = {name: torch.export.Dim(name, min=1, max=4096) for name in (BATCH, ROWS)}
     # Traced at 3, so that no length of the model is taken for the batch.
     example = tuple(
-        torch.zeros(3, *spec.row_shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in graph.inputs
+        torch.zeros(
+            3 if spec.shape[0] in lengths else int(spec.shape[0]),
+            *spec.row_shape,
+            dtype=TORCH_DTYPES[spec.dtype],
+        )
+        for spec in graph.inputs
     )
     with torch.no_grad():
-        shapes = (tuple({0: batch} for _ in example),)
+        shapes = (
+            tuple({0: lengths.get(str(s.shape[0]), torch.export.Dim.STATIC)} for s in graph.inputs),
+        )
         return torch.export.export(graph, example, dynamic_shapes=shapes, strict=False)
 
 
@@ -227,6 +275,7 @@ class _GraphWriter:
         with torch.no_grad():
             result = node.target(*args, **kwargs)
         assert isinstance(result, Tensor), node
+        self._check_hollow(node, result)
         name = None
         if source is not None and len(node.all_input_nodes) == 1:
             known = self.values[source]
@@ -240,6 +289,12 @@ class _GraphWriter:
                 is_whole = result.numel() == known.tensor.numel()
                 name = known.name if is_whole else f"{known.name}.{part}"
         return _Constant(result, name)
+
+    def _check_hollow(self, node: Node, result: Tensor) -> None:
+        """Views of a weight that is not loaded are fine, sums of its values are not."""
+        hollow = self.weights.hollow
+        if any(self._tensor_of(arg) in hollow for arg in node.all_input_nodes):
+            assert result in hollow, f"{node} would calculate with weights that are not loaded"
 
     def _tensor_of(self, node: Node) -> Tensor:
         known = self.values[node]
@@ -257,7 +312,7 @@ class _GraphWriter:
         tensor, name = constant.tensor.detach(), constant.name
         size = tensor.numel() * tensor.element_size()
         if name is None or size < INLINE_BYTES:
-            raw = raw_bytes(tensor)
+            raw = raw_bytes(self.weights.hollow.values(tensor))
             key = (tensor.dtype, tuple(tensor.shape), raw)
             if name is None and key in self.small:
                 return self.small[key]
@@ -265,10 +320,11 @@ class _GraphWriter:
                 name = self.small[key] = f"constant_{len(self.small) + 1}"
             proto = TensorProto(name=name, data_type=ONNX_DTYPES[tensor.dtype], raw_data=raw)
         else:
-            location, offset, length = self.weights.place(name, tensor)
+            placed = self.weights.place(name, tensor)
             proto = TensorProto(name=name, data_type=ONNX_DTYPES[tensor.dtype])
             proto.data_location = TensorProto.EXTERNAL
-            for key_name, value in (("location", location), ("offset", offset), ("length", length)):
+            where = {"location": placed.file, "offset": placed.offset, "length": placed.length}
+            for key_name, value in where.items():
                 proto.external_data.add(key=key_name, value=str(value))
         if name not in self.initializers:
             proto.dims.extend(tensor.shape)

@@ -16,7 +16,9 @@ from engines.bundle import Bundle
 from engines.clocks import ClockKind
 from engines.noise import gumbel
 from engines.ort_executor import OrtExecutor
-from export import build, tiny
+from export import build
+from export.journal import FolderTaken
+from export.source import from_seed
 from export.tiny import MICRO
 from tests.export.calls import GREEDY, SEED, TorchCalls, speech
 
@@ -97,13 +99,13 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process(
     command += ["--batches", "1-4", "-o", str(tmp_path / "again")]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     assert bundle.read(tmp_path / "again").manifest == micro_bundle.manifest
-    other = build.checkpoint_sha256(*tiny.seeded(MICRO, SEED + 1))
+    other = from_seed("micro", SEED + 1).checkpoint_sha256()
     assert other != micro_bundle.manifest.model.checkpoint_sha256
 
 
 def test_only_a_bundle_is_ever_overwritten(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("precious")
-    with pytest.raises(build.FolderTaken, match=f"{tmp_path} exists and is not a bundle"):
+    with pytest.raises(FolderTaken, match=f"{tmp_path} exists and is not a bundle"):
         build.build_seeded("micro", tmp_path)
     assert (tmp_path / "letter.txt").read_text() == "precious"
 

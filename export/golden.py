@@ -1,0 +1,314 @@
+"""Golden data: what every stage must answer, recorded from the torch modules in float32.
+
+Each stage is recorded alone, one tick of a few sessions of different ages: one whose call has
+just begun, one whose longest ring is about to wrap, one whose rings have wrapped five times. Their
+state is drawn (`engines.golden`), so that full rings cost no space; what a tick adds to a ring is
+recorded, the ring is not. And one call is recorded from its first tick, stage after stage, greedy:
+sound in, tokens out.
+
+Weights are the bundle's own (a bfloat16 bundle has rounded ones), arithmetic is float32: then the
+bundle's float32 twin must agree to a rounding error, whatever the precision of the bundle.
+
+An argmax between two values that differ by a rounding error proves nothing and fails at random,
+so inputs are drawn again until no choice is that close. A model larger than memory is recorded
+with one matrix of it loaded at a time (`hollow`).
+
+Not here: comparing (`verify`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engines.bundle import NEXT, GoldenSpec, RegionSpec, TensorSpec
+from engines.clocks import ClockKind
+from engines.golden import draw, is_drawn, written_rows
+from engines.noise import gumbel
+from export.hollow import Wide
+from export.models import tokens
+from export.models.streaming import State, fresh_state
+from export.models.transformer import RingAttention
+from export.source import Source
+from export.stages import (
+    CODES,
+    NOISE,
+    PCM,
+    TEMPERATURE,
+    TEXT,
+    TEXT_TEMPERATURE,
+    TEXT_TOP_K,
+    TOP_K,
+    USER_CODES,
+    VALID,
+    StageGraph,
+    all_regions,
+)
+
+FOLDER = "golden"
+CALL = f"{FOLDER}/call.safetensors"
+IN, OUT = "in.", "out."
+
+SEED = 11
+"""Of the sessions' state; any would do."""
+WRAPS = 5
+"""How often the rings of the oldest session have wrapped."""
+CALL_TICKS = 32
+LARGE_PARAMETERS = 10**9
+LARGE_CALL_TICKS = 3
+"""Of a model that is read from the disk once per tick."""
+CLOSE = 1e-5
+"""Two candidates nearer than this, relative to the largest, are too close to call: float32 sums
+of a few thousand terms differ by some 1e-6 between two libraries."""
+TRIES = 8
+GREEDY = {TEMPERATURE: 0.0, TEXT_TEMPERATURE: 0.0}
+
+
+def spec_of(graph: StageGraph, source: Source) -> GoldenSpec:
+    """Which sessions are recorded for a stage."""
+    ticks = max((region.clock.ticks_until_full() for region in _regions(graph).values()), default=0)
+    ticks = max(ticks, source.config.lm.token_rows)
+    ages = (0, ticks - 1, WRAPS * ticks + 3)
+    return GoldenSpec(graph.name, f"{FOLDER}/{graph.name}.safetensors", ages, SEED)
+
+
+def record(graph: StageGraph, source: Source, spec: GoldenSpec) -> bytes:
+    """Run one tick of a stage; returns a safetensors file of what went in and what came out."""
+    best: tuple[float, dict[str, Tensor]] = (-1.0, {})
+    for attempt in range(TRIES):
+        inputs = _inputs(graph, source, spec, attempt)
+        with Margins() as margins:
+            outputs = answer(graph, source, spec, inputs)
+        if margins.closest > best[0]:
+            held = {IN + name: x for name, x in inputs.items()}
+            best = (margins.closest, held | {OUT + name: x for name, x in outputs.items()})
+        if margins.closest > CLOSE:
+            break
+    return _saved(best[1])
+
+
+def answer(
+    graph: StageGraph, source: Source, spec: GoldenSpec, inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Outputs of a stage for stored inputs and drawn state; of rings the rows that were written.
+
+    Names as the stage's outputs have them, floats in float32.
+    """
+    drawn = _Drawn(spec, _regions(graph), inputs)
+    with torch.no_grad(), _rings_cut(graph, spec), Wide(source.hollow):
+        found = graph.run(drawn)
+    return {output.name: _plain(found[output.name.removesuffix(NEXT)]) for output in graph.outputs}
+
+
+def record_call(graphs: tuple[StageGraph, ...], source: Source) -> bytes:
+    """A greedy call of one session from its first tick, as a safetensors file."""
+    is_large = source.parameters > LARGE_PARAMETERS
+    ticks = LARGE_CALL_TICKS if is_large else CALL_TICKS
+    best: tuple[float, dict[str, Tensor]] = (-1.0, {})
+    for attempt in range(1 if is_large else TRIES):
+        pcm = sound((ticks, 1, 1, source.config.mimi.samples_per_frame), 100 + attempt)
+        with Margins() as margins:
+            said = call(graphs, source, pcm)
+        if margins.closest > best[0]:
+            best = (margins.closest, said | {PCM: pcm})
+        if margins.closest > CLOSE:
+            break
+    return _saved(best[1])
+
+
+def call(graphs: tuple[StageGraph, ...], source: Source, pcm: Tensor) -> dict[str, Tensor]:
+    """A greedy call: pcm (ticks, B, 1, samples) -> tokens by name, (ticks, B, ...) each."""
+    ticks, batch = pcm.shape[:2]
+    config = source.config
+    regions = [_shortened(region, ticks) for region in all_regions(graphs, config)]
+    state = {
+        name: x.float() if x.is_floating_point() else x
+        for name, x in fresh_state(regions, batch).items()
+    }
+    for name, value in GREEDY.items():
+        state[name].fill_(value)
+    shape = (batch, 1 + config.lm.depth_codebooks, config.sampling.candidates)
+    said: dict[str, list[Tensor]] = {USER_CODES: [], TEXT: [], CODES: [], VALID: []}
+    for frame in pcm:
+        named = state | {PCM: frame, NOISE: torch.zeros(shape)}
+        with torch.no_grad(), Wide(source.hollow):
+            for graph in graphs:
+                named |= graph.run(named)
+        state = {name: named[name] for name in state}
+        for name, column in said.items():
+            column.append(named[name].clone())
+    return {name: torch.stack(column) for name, column in said.items()}
+
+
+class Margins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches every choice, and remembers how close the closest was."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.closest = float("inf")
+        self._ranked: Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = str(func)
+        if name == "aten.topk.default":
+            self._ranked = found[0]
+        elif name == "aten.argmin.default":
+            self._see(-args[0])
+        elif name == "aten.argmax.default":
+            self._see(args[0])
+            self._see_rank(found)
+        return found
+
+    def _see(self, scores: Tensor) -> None:
+        """scores (B, N): the best and the one after it."""
+        first, second = scores.topk(2, dim=-1).values.unbind(-1)
+        finite = scores.masked_fill(scores.isinf(), 0).abs().amax(-1).clamp(min=1)
+        self.closest = min(self.closest, float(((first - second) / finite).min()))
+
+    def _see_rank(self, winner: Tensor) -> None:
+        """Noise goes by rank, so the winner must not change places with its neighbours either."""
+        if self._ranked is None:
+            return
+        ranked, rank = self._ranked, winner.view(-1, 1)
+        scale = ranked.abs().amax(-1, keepdim=True).clamp(min=1)
+        own = ranked.gather(-1, rank)
+        for step in (-1, 1):
+            other = ranked.gather(-1, (rank + step).clamp(0, ranked.shape[-1] - 1))
+            exists = (rank + step >= 0) & (rank + step < ranked.shape[-1])
+            gaps = ((own - other).abs() / scale)[exists]
+            self.closest = min(self.closest, float(gaps.amin())) if len(gaps) else self.closest
+
+
+class _Drawn(dict[str, Tensor]):
+    """The stored inputs of a stage; its float regions are drawn when asked for, and not kept."""
+
+    def __init__(
+        self, spec: GoldenSpec, regions: Mapping[str, RegionSpec], stored: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__(stored)
+        self.spec, self.regions = spec, regions
+
+    def __missing__(self, name: str) -> Tensor:
+        return torch.from_numpy(draw(self.spec.seed, self.regions[name], self.spec.ages))
+
+
+def _inputs(graph: StageGraph, source: Source, spec: GoldenSpec, attempt: int) -> dict[str, Tensor]:
+    regions = _regions(graph)
+    return {
+        given.name: _input(given, regions.get(given.name), source, spec, attempt)
+        for given in graph.inputs
+        if given.name not in regions or not is_drawn(regions[given.name])
+    }
+
+
+def _input(
+    given: TensorSpec, region: RegionSpec | None, source: Source, spec: GoldenSpec, attempt: int
+) -> Tensor:
+    """Something a stage may well be given, for every session of ``spec``."""
+    lm, batch = source.config.lm, len(spec.ages)
+    shape = (batch, *given.row_shape)
+    generator = np.random.default_rng([attempt, *given.name.encode()])
+    if given.name in (tokens.OFFSET,) or (
+        region is not None and region.clock.kind is ClockKind.COUNTER
+    ):
+        assert region is not None, given
+        return torch.tensor([region.clock.position(age) for age in spec.ages])
+    if given.name == PCM:
+        return sound(shape, attempt)
+    if given.name == NOISE:
+        noise = np.empty(shape, np.float32)
+        gumbel(np.arange(batch) + 1000 * attempt, np.array(spec.ages), noise)
+        return torch.from_numpy(noise)
+    if given.name in _SETTINGS:
+        assert region is not None, given
+        first, others, last = _SETTINGS[given.name]
+        row = [first, *[region.fill if others is None else others] * (batch - 2), last]
+        return torch.tensor(row, dtype=torch.int64 if given.dtype == "int64" else torch.float32)
+    if given.dtype == "bool":
+        return torch.tensor([age > 0 for age in spec.ages]).view(batch, *[1] * (len(shape) - 1))
+    if given.dtype == "int64":
+        ids = torch.from_numpy(generator.integers(0, min(lm.card, lm.text_card), shape))
+        if region is None:
+            return ids
+        young = torch.tensor([age == 0 for age in spec.ages]).view(batch, *[1] * (len(shape) - 1))
+        return torch.where(young, torch.full_like(ids, int(region.fill)), ids)
+    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+
+
+_SETTINGS: dict[str, tuple[float, float | None, float]] = {
+    TEMPERATURE: (0.0, None, 1.5),
+    TEXT_TEMPERATURE: (0.0, None, 1.5),
+    TOP_K: (0, None, 3),
+    TEXT_TOP_K: (0, None, 3),
+}
+"""Of the first session, those between (None: the default) and the last."""
+
+
+def sound(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Noise (..., samples) of changing loudness, rougher and smoother, about as loud as speech."""
+    generator = np.random.default_rng([seed, 24_000])
+    white = generator.standard_normal(shape, dtype=np.float32)
+    loudness = 0.3 * generator.random((*shape[:-1], 1), dtype=np.float32) ** 2
+    rough = generator.random((*shape[:-1], 1), dtype=np.float32)
+    smooth = white.cumsum(-1, dtype=np.float32) / 30
+    return torch.from_numpy(loudness * (rough * white + (1 - rough) * smooth))
+
+
+def _regions(graph: StageGraph) -> dict[str, RegionSpec]:
+    regions = graph.regions
+    assert isinstance(regions, list), graph.name
+    return {region.name: region for region in regions}
+
+
+def _shortened(region: RegionSpec, ticks: int) -> RegionSpec:
+    """A ring that a call of so few ticks never fills need not be whole: attention sees the same."""
+    clock = region.clock
+    if clock.kind is not ClockKind.RING or not region.in_place or clock.pinned:
+        return region
+    rows = clock.position(ticks)
+    if rows >= clock.retain:
+        return region
+    shape = (*region.shape[: clock.axis], rows, *region.shape[clock.axis + 1 :])
+    return RegionSpec(region.name, region.dtype, shape, clock, region.fill)
+
+
+@contextmanager
+def _rings_cut(graph: StageGraph, spec: GoldenSpec) -> Iterator[None]:
+    """Let attention hand on the rows it wrote rather than whole rings, which would fill memory."""
+    regions = _regions(graph)
+
+    def cut(module: Any, given: Any, result: tuple[Tensor, State]) -> tuple[Tensor, State]:
+        y, rings = result
+        return y, {name: rows_of(x, regions[name], spec.ages) for name, x in rings.items()}
+
+    with ExitStack() as stack:
+        for module in graph.modules():
+            if isinstance(module, RingAttention):
+                stack.callback(module.register_forward_hook(cut).remove)
+        yield
+
+
+def rows_of(ring: Tensor, region: RegionSpec, ages: tuple[int, ...]) -> Tensor:
+    """The rows a tick writes, of a ring (B, *shape) as it left it."""
+    return torch.stack(
+        [
+            ring[row].index_select(region.clock.axis, torch.tensor(written_rows(region, age)))
+            for row, age in enumerate(ages)
+        ]
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    plain = tensor.float() if tensor.is_floating_point() else tensor
+    return plain.contiguous().clone()
+
+
+def _saved(held: dict[str, Tensor]) -> bytes:
+    raw: bytes = safetensors.torch.save({name: held[name].contiguous() for name in sorted(held)})
+    return raw
