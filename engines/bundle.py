@@ -348,6 +348,11 @@ def describe_file(path: Path) -> FileSpec:
     return FileSpec(sha256=_sha256(path), bytes=path.stat().st_size)
 
 
+def identity(manifest: Manifest) -> str:
+    """sha256 over the whole manifest, and through it over every file: names one bundle."""
+    return hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+
+
 def faults(manifest: Manifest) -> Iterator[str]:
     """Everything in ``manifest`` that contradicts itself, each with its path. Pure."""
     yield from _timing_faults(manifest)

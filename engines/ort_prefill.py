@@ -22,7 +22,57 @@ from engines.ort_executor import STORAGE, OrtExecutor, StageFailed, load_stage
 from engines.prefill import Prompt, chunk_rows, tokens_after
 
 
-class OrtPrimer:
+class OrtParking:
+    """`prefill.Parking` on the CPU. The executor's own thread uses it."""
+
+    def __init__(self, executor: OrtExecutor) -> None:
+        self._executor = executor
+        self._regions = {region.name: region for region in executor.bundle.manifest.regions}
+
+    def clear(self, slot: int) -> None:
+        """See `prefill.Parking.clear`."""
+        for region in self._regions.values():
+            if region.in_place:
+                self._executor.region(region.name)[slot] = region.fill
+
+    def settle(
+        self,
+        source: int,
+        target: int,
+        settings: Mapping[str, float],
+        values: Mapping[str, NDArray[Any]],
+    ) -> None:
+        """See `prefill.Parking.settle`."""
+        for name, value in settings.items():
+            check_setting(self._regions, name, value)
+        for region in self._regions.values():
+            array = self._executor.region(region.name)
+            if region.in_place:
+                if source != target:
+                    array[target] = array[source]
+                continue
+            array[target] = settings.get(region.name, region.fill)
+            if region.name in values:
+                array[target] = values[region.name]
+
+    def read(self, slot: int, name: str, first: int = 0, rows: int | None = None) -> NDArray[Any]:
+        """See `prefill.Parking.read`."""
+        array = self._executor.region(name)[slot]
+        return np.array(array if rows is None else array[self._span(name, first, rows)])
+
+    def write(self, slot: int, name: str, first: int, rows: NDArray[Any]) -> None:
+        """See `prefill.Parking.write`."""
+        region = self._regions[name]
+        assert region.in_place, name
+        length = rows.shape[region.clock.axis]
+        self._executor.region(name)[slot][self._span(name, first, length)] = rows
+
+    def _span(self, name: str, first: int, rows: int) -> tuple[slice, ...]:
+        axis = self._regions[name].clock.axis
+        return (*[slice(None)] * axis, slice(first, first + rows))
+
+
+class OrtPrimer(OrtParking):
     """`prefill.Primer` on the CPU. The executor's own thread uses it."""
 
     def __init__(self, executor: OrtExecutor) -> None:
@@ -30,9 +80,8 @@ class OrtPrimer:
         manifest = executor.bundle.manifest
         if manifest.prompt is None:
             raise BundleError(f"{executor.bundle.path}: {manifest.model.name} takes no prompt")
-        self._executor = executor
+        super().__init__(executor)
         self.spec: PromptSpec = manifest.prompt
-        self._regions = {region.name: region for region in manifest.regions}
         self._prefill = load_stage(executor.bundle, self.spec.prefill)
         self._opening = load_stage(executor.bundle, self.spec.opening)
         self._made = {
@@ -52,12 +101,6 @@ class OrtPrimer:
             if stage.builtin and self._noise.name in {t.name for t in stage.outputs}
             for tensor in stage.inputs
         )
-
-    def clear(self, slot: int) -> None:
-        """See `prefill.Primer.clear`."""
-        for region in self._regions.values():
-            if region.in_place:
-                self._executor.region(region.name)[slot] = region.fill
 
     def feed(self, slot: int, prompt: Prompt, first: int, rows: int) -> None:
         """See `prefill.Primer.feed`."""
@@ -104,46 +147,10 @@ class OrtPrimer:
         chosen = self._made[self.spec.tokens + NEXT]
         return {self.spec.tokens: chosen[0].copy(), self.spec.counter: counted[0]}
 
-    def settle(
-        self,
-        source: int,
-        target: int,
-        settings: Mapping[str, float],
-        values: Mapping[str, NDArray[Any]],
-    ) -> None:
-        """See `prefill.Primer.settle`."""
-        for name, value in settings.items():
-            check_setting(self._regions, name, value)
-        for region in self._regions.values():
-            array = self._executor.region(region.name)
-            if region.in_place:
-                if source != target:
-                    array[target] = array[source]
-                continue
-            array[target] = settings.get(region.name, region.fill)
-            if region.name in values:
-                array[target] = values[region.name]
-
-    def read(self, slot: int, name: str, first: int = 0, rows: int | None = None) -> NDArray[Any]:
-        """See `prefill.Primer.read`."""
-        array = self._executor.region(name)[slot]
-        return np.array(array if rows is None else array[self._span(name, first, rows)])
-
-    def write(self, slot: int, name: str, first: int, rows: NDArray[Any]) -> None:
-        """See `prefill.Primer.write`."""
-        region = self._regions[name]
-        assert region.in_place, name
-        length = rows.shape[region.clock.axis]
-        self._executor.region(name)[slot][self._span(name, first, length)] = rows
-
     @property
     def retain(self) -> int:
         """Rows of the rings a prompt is written into."""
         return min(r.clock.retain for r in rings_of(self.spec, self._regions))
-
-    def _span(self, name: str, first: int, rows: int) -> tuple[slice, ...]:
-        axis = self._regions[name].clock.axis
-        return (*[slice(None)] * axis, slice(first, first + rows))
 
     def _run(self, session: Any, stage: StageSpec, given: dict[str, Any], slot: int) -> None:
         """One run of ``stage``: what is given by name, made by the stage before, or the slot's."""

@@ -104,31 +104,15 @@ def chunk_rows(position: int, left: int, most: int, retain: int) -> int:
     return max(1, min(left, most, retain - position))
 
 
-class Primer(Protocol):
+class Parking(Protocol):
     """Prepares sessions in slots that no tick steps yet: all calls fall between two ticks.
 
     Of such a slot only the rings that are written in place outlast a tick of the others; the rest
-    is handed out by `open` or a snapshot, kept by the caller, and given back to `settle`.
+    is handed out by `Primer.open` or a snapshot, kept by the caller, and given back to `settle`.
     """
-
-    spec: PromptSpec
 
     def clear(self, slot: int) -> None:
         """Empty every in-place ring of ``slot``, whoever sat there before."""
-
-    def feed(self, slot: int, prompt: Prompt, first: int, rows: int) -> None:
-        """Feed rows first..first+rows-1 of ``prompt``, which `chunk_rows` must allow.
-
-        Rows before them must have been fed, or written back from a snapshot.
-        """
-
-    def open(
-        self, slot: int, prompt: Prompt, settings: Mapping[str, float]
-    ) -> dict[str, NDArray[Any]]:
-        """Feed the last row and make the model's first choice, with the session's own sampling.
-
-        Returns the values of regions that are not in place, for `settle`.
-        """
 
     def settle(
         self,
@@ -148,3 +132,27 @@ class Primer(Protocol):
 
     def write(self, slot: int, name: str, first: int, rows: NDArray[Any]) -> None:
         """Write rows of an in-place ring from row ``first`` on."""
+
+
+class Primer(Parking, Protocol):
+    """Feeds prompts to sessions in such slots."""
+
+    spec: PromptSpec
+
+    @property
+    def retain(self) -> int:
+        """Rows of the rings a prompt is written into; for `chunk_rows`."""
+
+    def feed(self, slot: int, prompt: Prompt, first: int, rows: int) -> None:
+        """Feed rows first..first+rows-1 of ``prompt``, which `chunk_rows` must allow.
+
+        The slot must have been cleared, and the rows before fed, or written from a snapshot.
+        """
+
+    def open(
+        self, slot: int, prompt: Prompt, settings: Mapping[str, float]
+    ) -> dict[str, NDArray[Any]]:
+        """Feed the last row and make the model's first choice, with the session's own sampling.
+
+        Returns the values of regions that are not in place, for `settle`.
+        """
