@@ -133,6 +133,7 @@ def run_serve(args: argparse.Namespace) -> int:
 def run_demo(args: argparse.Namespace) -> int:
     from appliance import demonstration
     from appliance.clock import wall_stamp
+    from appliance.listener import SocketTaken
     from engines import bundle as bundles
     from engines.bundle import BundleError
     from engines.ort_executor import OrtExecutor
@@ -144,7 +145,7 @@ def run_demo(args: argparse.Namespace) -> int:
         slots = min(bundle.manifest.largest_batch, len(script.callers) + 1)
         executor = OrtExecutor(bundle, slots)
         return demonstration.run_demo(executor, script, out, _say, _progress_line())
-    except (BundleError, demonstration.DemoFailed) as err:
+    except (BundleError, ConfigError, SocketTaken, demonstration.DemoFailed) as err:
         return _fail(args, err, 1)
 
 

@@ -72,7 +72,12 @@ def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: 
     Raises `DemoFailed`, and whatever breaks the box.
     """
     bundle = executor.bundle
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise DemoFailed(
+            f"{out} cannot be made a folder: {err.strerror}. Name one: --out DIR"
+        ) from None
     calls_folder = out / "ledger"
     for line in announcement(bundle, script):
         say(line)
@@ -204,18 +209,29 @@ def _conclude(
     for path in sorted([*out.glob("*.wav"), *out.glob("*.txt"), *out.glob("*/*.wav")]):
         say(f"  {path}")
     say(f"  {out / 'summary.json'}  {out / 'margin.svg'}")
+    problems = shortcomings(summary, expected, exit_code, out / "calls.log")
+    for problem in problems:
+        say(f"FAILED: {problem}")
+    return 1 if problems else 0
+
+
+def shortcomings(
+    summary: report.Summary, expected: int, exit_code: int | None, log: Path
+) -> list[str]:
+    """Why the demo was no success; empty if it was. Pure.
+
+    Late and filled frames are none: they are recorded, and tell of the machine.
+    """
     problems = []
     if exit_code != 0:
-        problems.append(f"the callers' process ended with {exit_code}: see {out / 'calls.log'}")
-    if len(calls) != expected:
-        problems.append(f"{len(calls)} of {expected} calls have a ledger file")
+        problems.append(f"the callers' process ended with {exit_code}: see {log}")
+    if len(summary.sessions) != expected:
+        problems.append(f"{len(summary.sessions)} of {expected} calls have a ledger file")
     if summary.failed:
         problems.append(f"{summary.failed} calls failed")
     if summary.unexplained:
         problems.append(f"{summary.unexplained} frames were lost without a record")
-    for problem in problems:
-        say(f"FAILED: {problem}")
-    return 1 if problems else 0
+    return problems
 
 
 def _last_line(log: Path) -> str:

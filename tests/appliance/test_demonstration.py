@@ -6,15 +6,20 @@ frame later.
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import soundfile
 
-from appliance import demonstration
+from appliance import demonstration, report
 from appliance.demonstration import Script, run_demo
+from appliance.ledger import Settled, Why
+from tests.appliance.test_report import DELIVERED, OK, call
 from tests.fakes import FakeExecutor, make_bundle
+
+FILLED = Settled.FILLED.value
 
 
 def recording(path: Path, rate: int, seconds: float) -> Path:
@@ -66,6 +71,38 @@ def test_a_line_that_cannot_call_fails_the_demo(tmp_path: Path) -> None:
     executor = FakeExecutor(make_bundle(tmp_path / "bundle"), 1)
     with pytest.raises(demonstration.DemoFailed, match=r"none\.wav"):
         run_demo(executor, script, tmp_path / "out", lambda line: None, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ({}, ""),
+        ({"exit_code": 1}, "the callers' process ended with 1: see calls.log"),
+        ({"exit_code": None}, "the callers' process ended with None: see calls.log"),
+        ({"expected": 2}, "1 of 2 calls have a ledger file"),
+        ({"why": Why.LOST}, "1 calls failed"),
+        ({"due": 4}, "1 frames were lost without a record"),
+        ({"outcomes": [(0, DELIVERED), (1, DELIVERED)]}, "1 frames were lost without a record"),
+        ({"outcomes": [(0, DELIVERED), (1, FILLED), (2, FILLED)]}, ""),
+    ],
+)
+def test_the_demo_fails_for_each_thing_that_must_not_be(what: dict[str, Any], problem: str) -> None:
+    given = {"expected": 1, "exit_code": 0} | what
+    expected, exit_code = given.pop("expected"), given.pop("exit_code")
+    given.setdefault("outcomes", [(n, DELIVERED) for n in range(3)])
+    summary = report.summarise([call([OK] * 3, **given)])
+    found = demonstration.shortcomings(summary, expected, exit_code, Path("calls.log"))
+    assert found == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made_is_said_before_anybody_calls(
+    tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    executor = FakeExecutor(make_bundle(tmp_path / "bundle"), 1)
+    with pytest.raises(demonstration.DemoFailed, match=r"cannot be made a folder: .* --out DIR"):
+        run_demo(executor, Script(()), tmp_path / out, lambda line: None, lambda line: None)
 
 
 def test_the_demos_own_callers_talk_for_more_than_ten_seconds() -> None:
