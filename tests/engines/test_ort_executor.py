@@ -93,6 +93,15 @@ def test_leaving_and_joining_change_no_bit_of_the_others(toy_bundle: Bundle) -> 
     assert listen(neighbours=True) == alone
 
 
+def test_every_graph_runs_on_one_thread(executor: OrtExecutor) -> None:
+    """With more, a session's bits may depend on its batch, but only in graphs larger than these."""
+    sessions = executor._sessions.values()
+    assert sessions
+    for session in sessions:
+        options = session.get_session_options()
+        assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
+
+
 def test_a_slot_inherits_nothing_not_even_nan(executor: OrtExecutor) -> None:
     for name in ("hear.window", "hear.ring", "sampling.gain"):
         executor.region(name)[0] = np.nan

@@ -155,17 +155,21 @@ def test_who_joins_and_leaves_changes_no_bit_of_the_others(micro_bundle: Bundle)
 
     def listen(neighbours: bool) -> list[bytes]:
         executor = OrtExecutor(micro_bundle, 3)
-        executor.join(0, {"sampling.seed": 4})
-        slot, batch, heard = 0, 1, []
+        slot = 1 if neighbours else 0
+        batch, heard = slot + 1, []
+        executor.join(0, {"sampling.seed": 5, "sampling.temperature": 2.0})
+        executor.join(slot, {"sampling.seed": 4})
         for tick in range(60):
-            if neighbours and tick == 5:
-                executor.join(1, {"sampling.seed": 5, "sampling.temperature": 2.0})
-                batch = 2
-            if neighbours and tick == 20:  # a third joins, then ours takes a leaver's slot
+            if neighbours and tick == 20:
                 executor.join(2, GREEDY)
                 batch = 3
-            if neighbours and tick == 33:
-                executor.move(2, 1)
+            if neighbours and tick == 28:  # the newest leaves: nobody is moved
+                batch = 2
+            if neighbours and tick == 33:  # the first leaves, and ours takes its slot
+                executor.move(1, 0)
+                slot, batch = 0, 1
+            if neighbours and tick == 41:  # somebody else takes the slot that ours was in
+                executor.join(1, {"sampling.seed": 6})
                 batch = 2
             executor.audio_in[:batch] = pcm[tick, :batch]
             executor.audio_in[slot] = pcm[tick, 0]
