@@ -136,6 +136,10 @@ class Plans(_Strict, frozen=True):
         return next((plan for plan in self.plans if plan.stage == stage), None)
 
 
+class _FormatOnly(msgspec.Struct):
+    format: int
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What a machine has that plans ask for. `engines.machine` looks; this is only the result."""
@@ -169,7 +173,7 @@ def described(profiles: tuple[Profile, ...]) -> str:
     """Profiles for people: "exactly 1..4", "1 to 64", "nothing"."""
     if not profiles:
         return "nothing"
-    if profiles == exact(len(profiles)):
+    if len(profiles) > 1 and profiles == exact(len(profiles)):
         return f"exactly 1..{len(profiles)}"
     return ", ".join(
         f"exactly {p.largest}" if p.smallest == p.largest else f"{p.smallest} to {p.largest}"
@@ -187,15 +191,17 @@ def read(folder: Path) -> Plans:
     path = folder / FILE
     again = f"Build the plans again: {remedy(folder.parent.parent, folder.name)}"
     try:
-        plans = msgspec.json.decode(path.read_bytes(), type=Plans)
+        raw = path.read_bytes()
+        # Looked at first, so that newer plans say so rather than "unknown field".
+        if (found := msgspec.json.decode(raw, type=_FormatOnly).format) != FORMAT:
+            raise PlansError(
+                f"{path}: format {found} at `$.format`; this program reads {FORMAT}. {again}"
+            )
+        plans = msgspec.json.decode(raw, type=Plans)
     except OSError as err:
         raise PlansError(f"{path}: {err.strerror or err}. {again}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as err:
         raise PlansError(f"{path}: {err}. {again}") from None
-    if plans.format != FORMAT:
-        raise PlansError(
-            f"{path}: format {plans.format} at `$.format`; this program reads {FORMAT}. {again}"
-        )
     if plans.target != folder.name:
         raise PlansError(
             f"{path}: `$.target` is {plans.target}, but the folder is {folder.name}: it was "
@@ -273,7 +279,7 @@ def _machine_refusals(plans: Plans, machine: Machine, where: str, path: Path) ->
             f"{made}; {plans.flavour} is not installed here. "
             f"Install that version: {INSTALL[plans.flavour]}"
         )
-    elif installed != plans.version:
+    elif not opens(plans.flavour, plans.version, installed):
         yield (
             f"{made}; this machine has {plans.flavour} {installed}, which cannot open them. "
             f"Build them: {remedy(path, plans.target)}"
@@ -307,6 +313,15 @@ def _bundle_refusals(manifest: Manifest, plans: Plans, where: str, build: str) -
                 f"{where}: inputs or outputs of stage {stage.name} are not the bundle's. "
                 f"Build it again: {build}"
             )
+
+
+def opens(flavour: Flavour, built: str, installed: str) -> bool:
+    """Whether a run-time opens a plan. tensorrt_rtx: its own version only. tensorrt: plans are
+    built version-compatible, so any later version of the same major number does."""
+    if flavour == "tensorrt_rtx":
+        return built == installed
+    was, now = (tuple(int(part) for part in text.split(".")) for text in (built, installed))
+    return was[0] == now[0] and was <= now
 
 
 def target_of(compute_capability: str) -> str:
