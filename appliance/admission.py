@@ -31,6 +31,11 @@ Z_999 = 3.0902
 REOPEN_GUARDS = 2
 """A closed gate opens on margins of this many guards: thin ones again would close it at once."""
 
+PATIENCE = 4
+"""How many times longer lateness may last than slowness. After a stall the box is at most one
+catch-up (80 ms) behind; with the default guard of 8 ms it gains that back within 10 of the 12
+steps this allows, while steps that leave less are the overload itself."""
+
 
 class Reason(enum.Enum):
     """Why a newcomer is refused; each line translates it into its own protocol."""
@@ -243,6 +248,8 @@ class Gate:
 class Overload:
     """How late the box is, as the tick loop counts it."""
 
+    slow_run: int
+    """Steps in a row that each took longer than the period."""
     late_run: int
     """Steps in a row that finished late; ticks that never ran neither add nor end the run."""
     ticks_since_shed: int
@@ -253,13 +260,20 @@ def plan_shed(overload: Overload, tolerated: int, live: Sequence[int]) -> int | 
     """The session to send away now, or None. live: session numbers, in any order.
 
     The newest goes: it has lost least, and was the last straw. One stall is not overload: it
-    makes one step late, and the one or two that catch up. After a goodbye the others get as many
-    ticks as it took to be sure, so that the cure can work before the next. The last session is
-    never sent away: nobody would gain by it.
+    makes one slow step, and the late ones after it catch up by themselves. Steps that are slow
+    ``tolerated`` times in a row are; so is lateness that lasts `PATIENCE` times as long, since
+    steps that only just fit do not catch up. After a goodbye the others get as much time as it
+    took to be sure, so that the cure can work. The last session is never sent away: nobody would
+    gain by it.
     """
-    if overload.late_run < tolerated or overload.ticks_since_shed < tolerated or len(live) < 2:
+    if len(live) < 2:
         return None
-    return max(live)
+    patient = PATIENCE * tolerated
+    if overload.slow_run >= tolerated and overload.ticks_since_shed >= tolerated:
+        return max(live)
+    if overload.late_run >= patient and overload.ticks_since_shed >= patient:
+        return max(live)
+    return None
 
 
 def _ms(ns: int) -> str:

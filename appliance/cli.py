@@ -48,6 +48,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         certify.add_argument(f"--{name}", type=float, metavar="X", help=help_)
     certify.set_defaults(run=run_certify)
 
+    simulate = verbs.add_parser("simulate", help="the scheduler and its policies on a fake clock")
+    for name, default, help_ in (
+        ("sessions", 256, "callers, one joining every 10 ticks"),
+        ("minutes", 60.0, "of simulated time"),
+        ("base-ms", 5.0, "a step takes this"),
+        ("session-ms", 0.2, "and this per session"),
+        ("overruns-per-hour", 60.0, "single long steps, at random"),
+        ("overrun-ms", 300.0, "the longest; the shortest are 20 ms"),
+        ("slow-from-minute", 0.0, "every step takes slow-ms more from here"),
+        ("slow-ms", 0.0, "0: never"),
+        ("buffer-ms", 80.0, "playout buffer of every line"),
+        ("catch-up-ms", 80.0, "as [clock] catch_up_ms"),
+        ("shed-after", 3, "as [admission] shed_after; 0: never"),
+        ("skew-ppm", 200.0, "callers' clocks spread over plus and minus this"),
+        ("seed", 0, "of everything that is random"),
+    ):
+        simulate.add_argument(
+            f"--{name}",
+            type=type(default),
+            default=default,
+            metavar="X",
+            help=f"{help_} ({default:g})",
+        )
+    simulate.add_argument("--json", action="store_true", help="for another program")
+    simulate.set_defaults(run=run_simulate)
+
     demo = verbs.add_parser("demo", help="three callers on this CPU, in real time")
     demo.add_argument("--out", type=Path, metavar="DIR", help="default: out/demo-<time>")
     demo.add_argument("--bundle", type=Path, metavar="DIR", help="default: the demo's own")
@@ -111,6 +137,25 @@ def run_certify(args: argparse.Namespace) -> int:
         return _fail(args, err, 2)
     except (BundleError, certify.CertifyFailed) as err:
         return _fail(args, err, 1)
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
+    from appliance import simulate
+
+    try:
+        scenario = simulate.scenario(args)
+    except ValueError as err:
+        return _fail(args, err, 2)
+    found = simulate.simulate(scenario)
+    if args.json:
+        print(json.dumps({"scenario": dataclasses.asdict(scenario), **dataclasses.asdict(found)}))
+    else:
+        for line in simulate.text(scenario, found):
+            print(line)
+    return 0
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -80,8 +80,8 @@ class AdmissionConfig(_Table, frozen=True):
     calm_s: Annotated[int, Meta(ge=1, le=3600)] = 10
     """How long margins must have been wide again before newcomers are let in after thin ones."""
     shed_after: Annotated[int, Meta(ge=2, le=1000)] = 3
-    """Steps in a row that may be late before the newest session is sent away. One stall makes
-    two late, itself and the one that catches up."""
+    """Steps in a row that may each take longer than the period before the newest session is sent
+    away; four times as many that may be late. A stall is one slow step, however long it is."""
     calibrate_s: Annotated[int, Meta(ge=1, le=600)] = 3
     """How long steps are timed at each start, before anybody is let in."""
 
@@ -160,7 +160,7 @@ policy = "guaranteed"   # or "statistical": sessions as old as call_lengths_s ma
 call_lengths_s = []     # how long calls last, each as likely; for "statistical" only
 min_margin_ms = 8       # refuse newcomers once the p99.9 tick would end closer to its deadline
 calm_s = 10             # how long margins must be wide again before newcomers are let in
-shed_after = 3          # steps in a row that may be late before the newest session must go
+shed_after = 3          # steps in a row that may overrun before the newest session must go
 calibrate_s = 3         # how long steps are timed at each start
 """
 """What ``duplexbox appliance init`` writes; a test holds it to the defaults above."""

@@ -114,7 +114,8 @@ class Foresight:
         since = counts.tick - self._shed_tick
         if not self.look_at_time or counts.late_run == 0:
             return None
-        chosen = plan_shed(Overload(counts.late_run, since), self._config.shed_after, live)
+        overload = Overload(counts.slow_run, counts.late_run, since)
+        chosen = plan_shed(overload, self._config.shed_after, live)
         if chosen is not None:
             self._shed_tick = counts.tick
             self.gate = replace(self.gate, is_open=False, calm_since_ns=self._loop.clock.now_ns())

@@ -113,6 +113,8 @@ class TickCounts:
     """Ticks that stepped at least one session."""
     late_run: int = 0
     """Steps in a row that finished late; ticks that never ran in between do not end the run."""
+    slow_run: int = 0
+    """Steps in a row that each took longer than the period."""
 
 
 @dataclass(slots=True)
@@ -276,6 +278,7 @@ class TickLoop:
         full = self._full_frames
         aged = sum(min(seat.frame_index, full) for seat in seats)
         began_ns = max(self.grid.start_ns(tick), self._done_ns)
+        counts.slow_run = counts.slow_run + 1 if done_ns - began_ns > self.grid.period_ns else 0
         self.steps_seen.put(plan.batch, aged * 1000 // full, done_ns - began_ns, margin_ns)
         self._done_ns = done_ns
 

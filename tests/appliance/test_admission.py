@@ -221,17 +221,20 @@ def test_the_gate_closes_before_anybody_is_late_and_opens_after_a_calm_stretch()
 
 
 @pytest.mark.parametrize(
-    ("late_run", "since", "live", "chosen"),
+    ("slow_run", "late_run", "since", "live", "chosen"),
     [
-        (2, 100, [4, 9, 7], None),  # one stall: its own step and the one that catches up
-        (3, 100, [4, 9, 7], 9),
-        (30, 2, [4, 7], None),  # the cure has not had its time
-        (30, 3, [4, 7], 7),
-        (30, 100, [4], None),  # nobody would gain by it
-        (30, 100, [], None),
+        (1, 5, 100, [4, 9, 7], None),  # one stall: its own step, and those that catch up
+        (3, 3, 100, [4, 9, 7], 9),
+        (0, 11, 100, [4, 9, 7], None),
+        (0, 12, 100, [4, 9, 7], 9),  # steps that only just fit never catch up
+        (30, 30, 2, [4, 7], None),  # the cure has not had its time
+        (30, 30, 3, [4, 7], 7),
+        (0, 30, 11, [4, 7], None),
+        (30, 30, 100, [4], None),  # nobody would gain by it
+        (30, 30, 100, [], None),
     ],
 )
 def test_overload_sends_the_newest_away_one_at_a_time(
-    late_run: int, since: int, live: list[int], chosen: int | None
+    slow_run: int, late_run: int, since: int, live: list[int], chosen: int | None
 ) -> None:
-    assert plan_shed(Overload(late_run, since), tolerated=3, live=live) == chosen
+    assert plan_shed(Overload(slow_run, late_run, since), tolerated=3, live=live) == chosen
