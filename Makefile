@@ -16,7 +16,8 @@ DEMO_STAMP := $(DEMO)/.installed
 DEV_STAMP := $(DEV)/.installed
 
 PIP := -m pip --disable-pip-version-check --no-input
-PYTEST := $(DEV)/bin/python -m pytest
+# -rs: a test that is skipped says why.
+PYTEST := $(DEV)/bin/python -m pytest -rs
 say = @printf '==> %s\n' "$(1)"
 
 # One thread per library: the tests run several processes, and a CPU step is repeatable only so.
