@@ -97,8 +97,9 @@ class Plan(_Strict, frozen=True):
     """Regions the plan updates where they lie: input and output must have one address."""
     profiles: tuple[Profile, ...]
     """In the plan's own order: profile 0 is the first."""
-    attention: Literal["none", "fused", "decomposable"]
-    """decomposable: TensorRT may write attention as several kernels where it has no fused one."""
+    attention: Literal["none", "strict", "decomposable"]
+    """strict: TensorRT had to find kernels of attention's own. decomposable: where it has none it
+    may spell attention out, which reads and writes more."""
     made_from: MadeFrom
     seconds: float
     """Wall time of the build."""

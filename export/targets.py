@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from engines.bundle import Manifest, RegionSpec
 from engines.clocks import ClockKind
-from engines.plans import INSTALL, Flavour, Machine, target_of
+from engines.plans import INSTALL, Flavour, Machine, graph_stages, target_of
 
 X86, ARM = "linux-x86_64", "linux-aarch64"
 GIB = 1 << 30
@@ -30,6 +30,8 @@ RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """Members of `ComputeCapability` in tensorrt_rtx 1.7.1; a test compares."""
 TENSORRT_CAPABILITIES = ("8.7", "9.0", "10.0", "10.3", "11.0")
 """What is left of the GPUs below; TensorRT 11 runs on more, tensorrt_rtx then builds for them."""
+NO_BFLOAT16 = ("7.5",)
+"""tensorrt_rtx 1.7.1 refuses: "the model contains HW-specific" operators."""
 ARM_CAPABILITIES = ("8.7", "11.0", "12.1")
 """Found in boxes with an ARM processor only."""
 
@@ -129,6 +131,17 @@ def reason_not_to_build(target: Target, here: Machine) -> str:
         )
     if not here.version_of(flavour):
         return f"{flavour} is not installed, and builds for {target.folder}. {INSTALL[flavour]}"
+    return ""
+
+
+def reason_not_to_fit(target: Target, manifest: Manifest) -> str:
+    """Why ``target`` cannot compute this bundle whoever builds it; empty when it can. Pure."""
+    wide = {spec.dtype for stage in graph_stages(manifest) for spec in stage.inputs}
+    if "bfloat16" in wide and target.compute_capability in NO_BFLOAT16:
+        return (
+            f"{target.gpu} ({target.folder}) has no bfloat16 arithmetic and {manifest.model.name} "
+            f"is exported in it. Export it again: duplexbox export build MODEL --dtype float16"
+        )
     return ""
 
 

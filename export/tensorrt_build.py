@@ -78,8 +78,12 @@ def build(
     Raises `CannotBuild`, `NotParsed`, `NotBuilt`; plans built before that stay.
     """
     here = look() if machine is None else machine
-    if reason := targets.reason_not_to_build(target, here):
-        raise CannotBuild(reason)
+    for reason in (
+        targets.reason_not_to_build(target, here),
+        targets.reason_not_to_fit(target, bundle.manifest),
+    ):
+        if reason:
+            raise CannotBuild(reason)
     order = Order(
         largest_batch=largest_batch or bundle.manifest.largest_batch,
         weights=weights,

@@ -6,9 +6,9 @@ its configuration before they are built: names, dtypes and shapes of inputs and 
 profiles, the rings that are updated in place, and that attention reads no further than it should.
 
 The parser drops attention's valid lengths in silence (tensorrt_rtx 1.7.1): every session would
-attend over rows nobody wrote. `_restore_lengths` puts them back and `_check_lengths` looks again.
-Float32 attention has no fused kernel and may be decomposed; 16-bit attention must find one unless
-TensorRT says there is none. TF32 is off: it would change the codec's codes.
+attend over rows nobody wrote. `restore_lengths` puts them back and `_length_faults` looks again.
+Float32 attention has no fused kernel and may be decomposed; 16-bit attention may not, unless
+TensorRT says that it has no kernel for it. TF32 is off: it would change the codec's codes.
 
 Not here: files, processes and time (`tensorrt_build`), what may be built where (`targets`).
 """
@@ -44,7 +44,7 @@ NO_FUSED_KERNEL = "not supported by a dedicated kernel"
 Progress = Callable[[str, int, int], None]
 """(phase, step, steps) of the innermost phase that has begun."""
 
-Attention = Literal["none", "fused", "decomposable"]
+Attention = Literal["none", "strict", "decomposable"]
 
 
 class NotParsed(ValueError):
@@ -100,7 +100,7 @@ def build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
         builder = trt.Builder(log.sink)
         network = parse(trt, builder, log, wanted)
         attentions = attentions_of(trt, network)
-        _restore_lengths(trt, network, attentions, wanted.prepared)
+        restore_lengths(trt, network, attentions, wanted.prepared)
         attention = _choose_kernels(trt, attentions, strict)
         settings = configure(trt, builder, network, wanted)
         monitor = _monitor(trt, progress)
@@ -110,7 +110,7 @@ def build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
         plan = builder.build_serialized_network(network, settings.config)
         if plan is not None:
             return Built(memoryview(plan), attention)
-        if attention == "fused" and any(NO_FUSED_KERNEL in error for error in log.errors):
+        if attention == "strict" and any(NO_FUSED_KERNEL in error for error in log.errors):
             strict = False
             continue
         said = log.errors[-1] if log.errors else "no reason was given"
@@ -268,9 +268,7 @@ def attentions_of(trt: Any, network: Any) -> dict[str, Any]:
     return found
 
 
-def _restore_lengths(
-    trt: Any, network: Any, attentions: dict[str, Any], prepared: Prepared
-) -> None:
+def restore_lengths(trt: Any, network: Any, attentions: dict[str, Any], prepared: Prepared) -> None:
     """Set the valid lengths that the parser dropped; attention takes them as int32."""
     wanted = set(prepared.lengths.values())
     tensors = {
@@ -291,15 +289,15 @@ def _restore_lengths(
 
 
 def _choose_kernels(trt: Any, attentions: dict[str, Any], strict: bool) -> Attention:
-    """Let attention be decomposed where no fused kernel can exist, or none was found."""
+    """Let attention be decomposed where no kernel of its own can exist, or none was found."""
     if not attentions:
         return "none"
     found: set[Attention] = set()
     for attention in attentions.values():
         half = attention.get_input(0).dtype in (trt.DataType.HALF, trt.DataType.BF16)
         attention.decomposable = not (half and strict)
-        found.add("fused" if half and strict else "decomposable")
-    return "decomposable" if "decomposable" in found else "fused"
+        found.add("strict" if half and strict else "decomposable")
+    return "decomposable" if "decomposable" in found else "strict"
 
 
 def updated_in_place(trt: Any, network: Any) -> frozenset[str]:
@@ -320,10 +318,11 @@ def configure(trt: Any, builder: Any, network: Any, wanted: Wanted) -> Settings:
     config.clear_flag(trt.BuilderFlag.TF32)
     if trt.__name__ == "tensorrt_rtx":
         config.num_compute_capabilities = 1
-        which = getattr(trt.ComputeCapability, "SM" + wanted.compute_capability.replace(".", ""))
-        if not config.set_compute_capability(which, 0):
+        member = "SM" + wanted.compute_capability.replace(".", "")
+        which = getattr(trt.ComputeCapability, member, None)
+        if which is None or not config.set_compute_capability(which, 0):
             raise NotBuilt(
-                f"{trt.__name__} {trt.__version__} refuses compute capability "
+                f"{trt.__name__} {trt.__version__} has no compute capability "
                 f"{wanted.compute_capability}. See what is served: "
                 f"duplexbox export build --target list"
             )

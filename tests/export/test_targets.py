@@ -130,6 +130,18 @@ def test_room_is_memory_over_state_and_bandwidth_over_traffic(manifest: Manifest
     assert found.sessions == min(found.by_memory, found.by_bandwidth) > 0
 
 
+def test_a_gpu_without_bfloat16_is_refused_such_a_bundle(manifest: Manifest) -> None:
+    t4, l4 = targets.resolve("t4"), targets.resolve("l4")
+    assert targets.reason_not_to_fit(t4, manifest) == ""
+    temporal = manifest.stages[2]
+    half = msgspec.structs.replace(temporal.inputs[-1], dtype="bfloat16")
+    stage = msgspec.structs.replace(temporal, inputs=(*temporal.inputs[:-1], half))
+    other = msgspec.structs.replace(manifest, stages=(*manifest.stages[:2], stage))
+    assert "no bfloat16 arithmetic" in targets.reason_not_to_fit(t4, other)
+    assert "--dtype float16" in targets.reason_not_to_fit(t4, other)
+    assert targets.reason_not_to_fit(l4, other) == ""
+
+
 def test_a_gpu_too_small_for_the_weights_has_room_for_none(manifest: Manifest) -> None:
     big = msgspec.structs.replace(
         manifest, files={"stages/weights/lm.bin": bundle.FileSpec("0" * 64, 1 << 40)}
