@@ -20,12 +20,14 @@ from appliance.calibration import calibrate, warm_up
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
 from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.priming import PrimingDesk
+from appliance.reception import Reception
 from appliance.step_model import StepSamples
 from appliance.switchboard import Switchboard
 from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
 from engines.bundle import Bundle
-from engines.executor import Executor
+from engines.executor import Executor, Primes
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +59,17 @@ class Box:
                 f"[ledger] folder {config.ledger.folder}: {err.strerror or err}. "
                 f"Name a folder this user may write to"
             ) from None
+        desk = None
+        if executor.bundle.manifest.prompt is not None and isinstance(executor, Primes):
+            desk = PrimingDesk(executor.primer(), executor.bundle.manifest, executor.slots, clock)
+        self.reception = Reception(executor.bundle, desk, config.persona)
         self.loop = TickLoop(
             executor=executor,
             clock=clock,
             grid=TickGrid(clock.now_ns(), timing.period_ns),
             policy=TickPolicy(config.clock.catch_up_ms * NS_PER_MS, config.clock.lag_limit_frames),
             ring=ring,
+            desk=desk,
         )
         self.switchboard = Switchboard(
             path=config.control.socket,
@@ -70,6 +77,7 @@ class Box:
             slots=min(config.engine.slots or executor.slots, executor.slots),
             loop=self.loop,
             ledger=self.ledger,
+            reception=self.reception,
             clock=clock,
             policy=config.clock,
             memory_bytes=config.admission.memory_mb * 2**20 or memory_bytes,
@@ -85,10 +93,12 @@ class Box:
         sys.setswitchinterval(SWITCH_S)
         try:
             self.ledger.start()
+            self.reception.start()
             self.switchboard.start()
             warm_up(self.executor, self._stopping)
             budget_ns = self._calibrate_ns
             calibrate(self.executor, self.loop.clock, budget_ns, self._samples, self._stopping)
+            self.reception.calibrate()
             # What exists now stays: the collector need not look at it again, ever.
             gc.collect()
             gc.freeze()
@@ -98,6 +108,7 @@ class Box:
         finally:
             self.switchboard.stop()
             self.ledger.stop()
+            self.reception.stop()
             self.switchboard.close()
             gc.unfreeze()
             sys.setswitchinterval(before)

@@ -90,6 +90,17 @@ class AdmissionConfig(_Table, frozen=True):
             raise ValueError('policy "statistical" needs call_lengths_s, such as [60, 180, 600]')
 
 
+class PersonaConfig(_Table, frozen=True):
+    """Calls that begin with a voice and a persona."""
+
+    snapshots: Path = Path("/var/lib/duplexbox/personas")
+    """Where what a persona leaves in the model is kept for the next caller who asks for it."""
+    keep_mb: Annotated[int, Meta(ge=0)] = 4096
+    """For all of them: half a megabyte per frame of a prompt in Moshi's bfloat16. 0: keep none."""
+    within_s: Annotated[int, Meta(ge=1, le=600)] = 30
+    """How long the margins of ticks may take to feed a newcomer's persona before it is refused."""
+
+
 class Config(_Table, frozen=True):
     """The whole file. Each module gets its own table, never this."""
 
@@ -98,6 +109,7 @@ class Config(_Table, frozen=True):
     control: ControlConfig = ControlConfig()
     ledger: LedgerConfig = LedgerConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    persona: PersonaConfig = PersonaConfig()
 
 
 def load(path: Path) -> Config:
@@ -162,5 +174,10 @@ min_margin_ms = 8       # refuse newcomers once the p99.9 tick would end closer 
 calm_s = 10             # how long margins must be wide again before newcomers are let in
 shed_after = 3          # steps in a row that may overrun before the newest session must go
 calibrate_s = 3         # how long steps are timed at each start
+
+[persona]
+snapshots = "/var/lib/duplexbox/personas"   # what personas leave in the model, for the next caller
+keep_mb = 4096          # for all of them; 0: keep none
+within_s = 30           # how long the margins of ticks may take to feed a newcomer's persona
 """
 """What ``duplexbox appliance init`` writes; a test holds it to the defaults above."""

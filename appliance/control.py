@@ -31,6 +31,12 @@ LONGEST_CALLER = 200
 """Characters of a caller's name."""
 
 
+LONGEST_PERSONA = 8000
+"""Characters: more tokens than any model's window has frames."""
+LONGEST_VOICE = 64
+"""Characters of a name."""
+
+
 class BoxGone(ConnectionError):
     """There is no box at the other end, or it closed the connection; the operator's business."""
 
@@ -53,6 +59,10 @@ class Join(_Message, frozen=True):
     """Who calls, as the line knows it; goes into the ledger."""
     settings: Annotated[dict[Annotated[str, Meta(max_length=100)], float], Meta(max_length=64)] = {}
     """Values of the bundle's `constant` regions by name, such as sampling.temperature."""
+    voice: Annotated[str, Meta(max_length=LONGEST_VOICE)] = ""
+    """One of `Welcome.voices`. The answer then comes once the model has been fed its prompt."""
+    persona: Annotated[str, Meta(max_length=LONGEST_PERSONA)] = ""
+    """Who the model is to be, in words; ditto."""
 
 
 class Leave(_Message, frozen=True):
@@ -86,6 +96,9 @@ class Welcome(_Message, frozen=True):
     pieces: str
     """Path of the JSON list that maps a text id to its piece."""
     silent_ids: tuple[int, ...]
+    takes_persona: bool = False
+    voices: tuple[str, ...] = ()
+    """Voices a `Join` may name."""
 
 
 class Admitted(_Message, frozen=True):
@@ -123,6 +136,24 @@ class Gone(_Message, frozen=True):
     why: str
 
 
+class PersonaReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the personas of newcomers cost, since the start."""
+
+    priming: int
+    """Newcomers whose prompt is being fed in the margins of ticks, now."""
+    primed: int
+    rows: int
+    """Frames of prompts that were fed."""
+    spent_ns: int
+    """Out of margins, altogether."""
+    longest_ns: int
+    """The longest piece: what a tick must leave for a persona to get on."""
+    overruns: int
+    """Pieces that ended after the next tick was due."""
+    snapshot_hits: int
+    snapshot_misses: int
+
+
 class Report(_Message, frozen=True):
     """What the box is doing right now."""
 
@@ -155,6 +186,8 @@ class Report(_Message, frozen=True):
     """Writes to the ledger's folder that failed since the start: anything but 0 is an alarm."""
     records_dropped: int = 0
     """Ledger records given up because the disk refused them for too long."""
+    personas: PersonaReport | None = None
+    """None: this box feeds no prompts."""
 
 
 ToBox = Join | Leave | Status

@@ -178,6 +178,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tick n of this box started at t0_ns + n * period_ns."""
     started: str
     """UTC, for people and for the file's name."""
+    voice: str = ""
+    persona: str = ""
+    """What the model was told to be before it heard its caller."""
+    prompt_frames: int = 0
+    """How long that was; frames of the call count from 0 after it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ that leads to.
        |                   +--- Lost -------------|-----------------+
        +-- Leave, Shed, Lost, Timeout ------------+- Lost, Timeout -+
 
+A session with a persona is PRIMING before that: it holds a slot that no tick steps, its prompt is
+fed in the margins of ticks, and its line has not been answered yet; Primed makes it ADMITTED.
+
 ADMITTED holds a lease but no slot: nobody has spoken yet, and it costs no tick. LIVE steps once
 on every tick, whether or not a frame of the caller came. DRAINING has left the batch and waits
 until the line has said what became of every frame; a line that does not is given up after a
@@ -31,6 +34,7 @@ class IllegalTransition(RuntimeError):
 class State(enum.Enum):
     """Where a session is in its life; see the picture above."""
 
+    PRIMING = "priming"
     ADMITTED = "admitted"
     LIVE = "live"
     DRAINING = "draining"
@@ -40,6 +44,8 @@ class State(enum.Enum):
 class Event(enum.Enum):
     """What can happen to a session."""
 
+    PRIMED = "primed"
+    """The session's prompt has been fed."""
     FIRST_FRAME = "first_frame"
     """A tick found the caller's first frame waiting."""
     LAST_FRAME = "last_frame"
@@ -59,6 +65,12 @@ class Event(enum.Enum):
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.PRIMING: {
+        Event.PRIMED: State.ADMITTED,
+        Event.LEAVE: State.GONE,
+        Event.LOST: State.GONE,
+        Event.TIMEOUT: State.GONE,
+    },
     State.ADMITTED: {
         Event.FIRST_FRAME: State.LIVE,
         Event.LEAVE: State.GONE,

@@ -30,9 +30,11 @@ from appliance.ledger import Header, Why
 from appliance.ledger_writer import LedgerWriter
 from appliance.listener import Listener
 from appliance.log import Seldom
+from appliance.priming import Job
+from appliance.reception import Reception
 from appliance.session import Event, Session, SessionId, State
 from appliance.step_model import StepSamples
-from appliance.tick_loop import Arrive, Depart, Left, Seat, TickLoop, WentLive
+from appliance.tick_loop import Arrive, Depart, Left, Primed, Seat, TickLoop, WentLive
 from engines.bundle import Bundle
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,10 @@ ENDED: dict[Event, Why] = {
 }
 
 
+UNDER_WAY = (State.PRIMING, State.ADMITTED, State.LIVE)
+"""What a box that stops must end."""
+
+
 @dataclass(eq=False, slots=True)
 class _Connection:
     socket: socket.socket
@@ -71,6 +77,8 @@ class _Call:
     stopped: bool = False
     """The box ended the call, not the line."""
     settle_until_ns: int = 0
+    answer: control.Admitted | None = None
+    """What its line is told once its prompt is done."""
 
 
 class Switchboard:
@@ -83,6 +91,7 @@ class Switchboard:
         slots: int,
         loop: TickLoop,
         ledger: LedgerWriter,
+        reception: Reception,
         clock: Clock,
         policy: ClockConfig,
         memory_bytes: int,
@@ -103,6 +112,7 @@ class Switchboard:
         self._bundle = bundle
         self._loop = loop
         self._ledger = ledger
+        self._reception = reception
         self._clock = clock
         self._policy = policy
         self.foresight = Foresight(
@@ -218,6 +228,8 @@ class Switchboard:
                 t0_ns=self._loop.grid.t0_ns,
                 pieces=str(self._bundle.file(manifest.text.pieces).resolve()),
                 silent_ids=manifest.text.silent_ids,
+                takes_persona=manifest.prompt is not None,
+                voices=self._reception.voices,
             ),
         )
 
@@ -277,18 +289,32 @@ class Switchboard:
     def _join(self, connection: _Connection, join: control.Join) -> None:
         room = self.foresight.headroom(self._leases.held, self.ready, self.draining)
         refusal = admit(room, self._bundle.manifest, join.settings)
+        job: Job | Refusal | None = None
+        if refusal is None:
+            job = self._reception.receive(
+                join.voice, join.persona, join.settings, self._clock.now_ns()
+            )
+        if refusal is None and isinstance(job, Refusal):
+            refusal, job = job, None
         lease = None if refusal else self._leases.grant()
         if refusal is None and lease is not None:
-            refusal = self._prepare(connection, join, lease)
+            assert not isinstance(job, Refusal), job
+            refusal = self._prepare(connection, join, lease, job)
         if refusal is not None:
             if lease is not None:
                 self._leases.give_back(lease.session)
-            self.refusals[refusal.reason] += 1
-            now_ns, reason = self._clock.now_ns(), refusal.reason
-            self._refused.say(now_ns, "refused: reason=%s (%s)", reason.value, refusal.detail)
-            self._send(connection, control.Refused(join.request, refusal.reason, refusal.detail))
+            self._refuse(connection, join.request, refusal)
 
-    def _prepare(self, connection: _Connection, join: control.Join, lease: Lease) -> Refusal | None:
+    def _refuse(self, connection: _Connection | None, request: int, refusal: Refusal) -> None:
+        self.refusals[refusal.reason] += 1
+        now_ns, reason = self._clock.now_ns(), refusal.reason
+        self._refused.say(now_ns, "refused: reason=%s (%s)", reason.value, refusal.detail)
+        if connection is not None:
+            self._send(connection, control.Refused(request, refusal.reason, refusal.detail))
+
+    def _prepare(
+        self, connection: _Connection, join: control.Join, lease: Lease, job: Job | None
+    ) -> Refusal | None:
         """All that a session needs, before the tick thread hears of it."""
         manifest = self._bundle.manifest
         sizes = Capacities()
@@ -309,33 +335,50 @@ class Switchboard:
             period_ns=manifest.timing.period_ns,
             t0_ns=self._loop.grid.t0_ns,
             started=wall_stamp(),
+            voice=join.voice,
+            persona=join.persona,
+            prompt_frames=job.prompt.rows if job is not None else 0,
         )
         self._ledger.open(header, channel.receipts)
-        session = Session(lease.session, lease.generation)
-        self._calls[lease.session] = _Call(session, channel, connection)
+        state = State.ADMITTED if job is None else State.PRIMING
+        session = Session(lease.session, lease.generation, state)
+        call = self._calls[lease.session] = _Call(session, channel, connection)
         connection.sessions.add(lease.session)
-        wait_until_ns = self._clock.now_ns() + self._policy.first_frame_s * NS_PER_S
-        seat = Seat(lease.session, lease.generation, channel, dict(join.settings), wait_until_ns)
+        first_frame_ns = self._policy.first_frame_s * NS_PER_S
+        until_ns = self._clock.now_ns() + first_frame_ns
+        settings = dict(join.settings)
+        seat = Seat(session.id, session.generation, channel, settings, until_ns, job)
+        seat.first_frame_ns = first_frame_ns
         self._loop.inbox.append(Arrive(seat))
-        logger.info("session %d admitted: line=%s", lease.session, join.line)
-        self._send(
-            connection,
-            control.Admitted(
-                request=join.request,
-                session=lease.session,
-                generation=lease.generation,
-                channel=name,
-                uplink=sizes.uplink,
-                downlink=sizes.downlink,
-                receipts=sizes.receipts,
-            ),
+        call.answer = control.Admitted(
+            request=join.request,
+            session=lease.session,
+            generation=lease.generation,
+            channel=name,
+            uplink=sizes.uplink,
+            downlink=sizes.downlink,
+            receipts=sizes.receipts,
         )
+        logger.info("session %d %s: line=%s", lease.session, state.value, join.line)
+        if job is None:
+            self._answer(call)
         return None
+
+    def _answer(self, call: _Call) -> None:
+        """Its caller may speak from now on."""
+        answer, call.answer = call.answer, None
+        if call.connection is not None and answer is not None:
+            self._send(call.connection, answer)
 
     # --- what tick and ledger say
 
-    def _hear_tick(self, news: WentLive | Left) -> None:
+    def _hear_tick(self, news: Primed | WentLive | Left) -> None:
         call = self._calls[news.session]
+        if isinstance(news, Primed):
+            self._reception.primed(news.session, news.job)
+            call.session.on(Event.PRIMED)
+            self._answer(call)
+            return
         if isinstance(news, WentLive):
             call.session.on(Event.FIRST_FRAME)
             logger.info("session %d live: slot=%d tick=%d", news.session, news.slot, news.tick)
@@ -373,9 +416,16 @@ class Switchboard:
         self.calls_ended += 1
         why = call.why.name.lower()
         logger.info("session %d gone: why=%s frames_due=%d", session, why, call.due)
-        if call.connection is not None:
-            call.connection.sessions.discard(session)
+        if call.connection is None:
+            return
+        call.connection.sessions.discard(session)
+        if call.answer is None:
             self._send(call.connection, control.Gone(session, why))
+        elif call.why is Why.TIMEOUT:  # its line never heard of the session, only of the request
+            self._refuse(call.connection, call.answer.request, self._reception.overdue())
+        else:
+            stopping = Refusal(Reason.DRAINING, "the box stopped before the persona was fed")
+            self._refuse(call.connection, call.answer.request, stopping)
 
     # --- the box itself
 
@@ -386,7 +436,7 @@ class Switchboard:
             self._loop.stopping = True
         elif now_ns >= self._drain_until_ns:
             for session, call in self._calls.items():
-                if not call.stopped and call.session.state in (State.ADMITTED, State.LIVE):
+                if not call.stopped and call.session.state in UNDER_WAY:
                     call.stopped = True
                     self._loop.inbox.append(Depart(session, Event.LEAVE))
 
@@ -428,6 +478,7 @@ class Switchboard:
             sessions_shed=self.sessions_shed,
             disk_errors=self._ledger.write_errors,
             records_dropped=self._ledger.records_dropped,
+            personas=self._reception.report(),
         )
 
     def _report_lateness(self, now_ns: int) -> None:

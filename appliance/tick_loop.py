@@ -3,6 +3,8 @@
     tick n  |- join, leave -|- gather -|- executor.step(B) -|- scatter, record -|.. margin ..|
             t0 + n·period                                                           deadline
 
+Newcomers with a persona are prepared in the margin, piece by piece (`priming`).
+
 `TickLoop.turn` is the hot path and is bound by these rules: it retains nothing it allocates, does
 not log, await or touch a file, and takes no lock. Control messages come and go through two
 deques, records leave through a preallocated ring, frames through shared memory that the control
@@ -27,6 +29,7 @@ from appliance.frame_ring import Channel, DownlinkHeader, UplinkHeader
 from appliance.leases import Slots
 from appliance.ledger import Flag, Kind
 from appliance.ledger_writer import RecordRing
+from appliance.priming import Job, PrimingDesk
 from appliance.scheduler import Occupant, SlotPlan, plan_resume, plan_slot, plan_tick
 from appliance.session import Event, SessionId
 from appliance.step_model import StepRing
@@ -49,6 +52,10 @@ class Seat:
     settings: Mapping[str, float]
     wait_until_ns: int
     """When to give up on a caller who has been admitted and sends nothing."""
+    job: Job | None = None
+    """The prompt it begins with; it waits for its caller once that is done."""
+    first_frame_ns: int = 0
+    """With a job: how long to wait for the caller then."""
     slot: int = -1
     frame_index: int = 0
     """The next due frame: how many were due so far."""
@@ -70,6 +77,15 @@ class Depart:
 
     session: SessionId
     event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Primed:
+    """Tick -> control: the session's prompt is done, and its caller may speak."""
+
+    session: SessionId
+    job: Job
+    """For its figures and its snapshot; the tick thread does not change either any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +143,18 @@ class TickLoop:
     policy: TickPolicy
     ring: RecordRing
     inbox: deque[Arrive | Depart] = field(default_factory=deque)
-    outbox: deque[WentLive | Left] = field(default_factory=deque)
+    outbox: deque[Primed | WentLive | Left] = field(default_factory=deque)
     counts: TickCounts = field(default_factory=TickCounts)
     steps_seen: StepRing = field(default_factory=StepRing)
     """What each tick took, for admission's forecasts."""
+    desk: PrimingDesk | None = None
+    """None: this bundle's calls have no prompts."""
     stopping: bool = False
     """Set by another thread: return from `run` before the next tick."""
 
     _slots: Slots[Seat] = field(init=False)
     _waiting: list[Seat] = field(default_factory=list)
+    _priming: list[Seat] = field(default_factory=list)
     _stamps: list[int] = field(init=False)
     """Generation per slot; travels with the state when it is moved."""
     _rows_in: list[NDArray[np.float32]] = field(init=False)
@@ -185,6 +204,8 @@ class TickLoop:
             self._let_leave()
         self._let_in(tick)
         self._step(tick, max(0, self.grid.tick_at(now_ns) - tick))
+        if self._priming:
+            self._prime(tick)
         return tick + 1
 
     @property
@@ -197,9 +218,13 @@ class TickLoop:
         while self.inbox:
             message = self.inbox.popleft()
             if isinstance(message, Arrive):
-                self._waiting.append(message.seat)
+                if self.desk is not None and message.seat.job is not None:
+                    self.desk.take(message.seat.job)
+                    self._priming.append(message.seat)
+                else:
+                    self._waiting.append(message.seat)
                 continue
-            for seat in (*self._slots, *self._waiting):
+            for seat in (*self._slots, *self._waiting, *self._priming):
                 if seat.session == message.session and seat.ending is None:
                     seat.ending = message.event
 
@@ -226,19 +251,50 @@ class TickLoop:
             elif seat.ending is None:
                 staying.append(seat)
             if seat.ending is not None:
+                self._drop_job(seat)
                 self._say_left(seat)
         self._waiting = staying
 
     def _seat(self, seat: Seat, tick: int) -> None:
         slot = self._slots.take(seat)
         try:
-            self.executor.join(slot, seat.settings)
+            if self.desk is not None:
+                self.desk.vacate(slot, seat.job)
+            if self.desk is not None and seat.job is not None:
+                self.desk.seat(seat.job, slot)
+            else:
+                self.executor.join(slot, seat.settings)
         except SettingError:  # admission let it through: this session's trouble, nobody else's
             self._slots.leave(seat)
             seat.ending = Event.FAULT
             return
         self._stamps[slot] = seat.generation
         self.outbox.append(WentLive(seat.session, tick, slot))
+
+    def _prime(self, tick: int) -> None:
+        """Newcomers with a persona, in what is left of the tick's period."""
+        assert self.desk is not None
+        now_ns = self.clock.now_ns()
+        staying = []
+        for seat in self._priming:
+            if seat.ending is None and seat.job is not None and now_ns > seat.job.until_ns:
+                seat.ending = Event.TIMEOUT
+            if seat.ending is None:
+                staying.append(seat)
+            else:
+                self._drop_job(seat)
+                self._say_left(seat)
+        done = self.desk.work(self.grid.start_ns(tick + 1)) if staying else []
+        self._priming = [seat for seat in staying if seat.job not in done]
+        for seat in staying:
+            if seat.job is not None and seat.job in done:
+                seat.wait_until_ns = self.clock.now_ns() + seat.first_frame_ns
+                self._waiting.append(seat)
+                self.outbox.append(Primed(seat.session, seat.job))
+
+    def _drop_job(self, seat: Seat) -> None:
+        if self.desk is not None and seat.job is not None and seat.job.slot >= 0:
+            self.desk.drop(seat.job)
 
     def _say_left(self, seat: Seat) -> None:
         assert seat.ending is not None, seat.session
@@ -276,7 +332,7 @@ class TickLoop:
         counts.steps += 1
         done_ns = self.clock.now_ns()
         full = self._full_frames
-        aged = sum(min(seat.frame_index, full) for seat in seats)
+        aged = sum(min(seat.frame_index + _prompt_rows(seat), full) for seat in seats)
         began_ns = max(self.grid.start_ns(tick), self._done_ns)
         counts.slow_run = counts.slow_run + 1 if done_ns - began_ns > self.grid.period_ns else 0
         self.steps_seen.put(plan.batch, aged * 1000 // full, done_ns - began_ns, margin_ns)
@@ -408,6 +464,10 @@ class TickLoop:
             )
         )
         seat.frame_index += 1
+
+
+def _prompt_rows(seat: Seat) -> int:
+    return seat.job.prompt.rows if seat.job is not None else 0
 
 
 def _downlink_flags(flags: int) -> int:

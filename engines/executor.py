@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.bundle import Bundle, RegionSpec
+from engines.prefill import Primer
 
 
 class SettingError(ValueError):
@@ -49,6 +50,17 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back memory. The arrays must not be used afterwards."""
+
+
+@runtime_checkable
+class Primes(Protocol):
+    """An executor whose sessions can begin with a prompt, where the bundle has one."""
+
+    def primer(self) -> Primer:
+        """What feeds prompts to slots beyond the batch. Raises `BundleError` where there are none.
+
+        Loads graphs: call it before the first tick.
+        """
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ from engines.bundle import Bundle, BundleError, Dtype, RegionSpec, StageSpec
 from engines.clocks import ClockKind
 from engines.executor import check_setting
 from engines.noise import gumbel
+from engines.prefill import Primer
 from engines.program import PHASES, Buffer, Step, plan_program
 
 STORAGE: dict[Dtype, tuple[type[np.generic], int, str]] = {
@@ -105,6 +106,12 @@ class OrtExecutor:
         for region in self._regions.values():
             if region.clock.kind is ClockKind.COUNTER:
                 self._current(region.name)[slot] = region.clock.position(ticks)
+
+    def primer(self) -> Primer:
+        """See `executor.Primes.primer`."""
+        from engines.ort_prefill import OrtPrimer  # it is built on this file
+
+        return OrtPrimer(self)
 
     def step(self, batch: int) -> None:
         """See `executor.Executor.step`. Raises `StageFailed` naming the stage."""

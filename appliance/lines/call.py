@@ -55,6 +55,9 @@ tick thread signals nobody, because that would be a system call per session and 
 ANSWER_NS = 10 * NS_PER_S
 """How long the box may take to answer a Join."""
 
+PRIMED_NS = 600 * NS_PER_S
+"""And if it has to feed a persona first: no less than a box's longest [persona] within_s."""
+
 SETTLE_NS = 10 * NS_PER_S
 """How long the box may take to say Gone once the call has nothing more to say."""
 
@@ -73,6 +76,10 @@ class CallPlan:
     abrupt: bool = False
     """Hang up without a last frame, as if the handset were thrown."""
     settings: dict[str, float] = field(default_factory=dict)
+    persona: str = ""
+    """Who the model is to be, in words."""
+    voice: str = ""
+    """One of the bundle's voices, by name."""
 
 
 class State(enum.Enum):
@@ -161,6 +168,7 @@ class Call:
         self._playout: Playout[tuple[DownlinkHeader, NDArray[np.float32]]] | None = None
         self._receipts: deque[Receipt] = deque()
         self._until_ns = 0
+        self._answer_ns = ANSWER_NS
         self._first_ns = 0
         self._sent = 0
         self._last: tuple[UplinkHeader, NDArray[np.float32]] | None = None
@@ -205,12 +213,22 @@ class Call:
             if self._hanging_up or now_ns < self.plan.start_ns:
                 return []
             self.state = State.JOINING
-            self._until_ns = now_ns + ANSWER_NS
+            self._answer_ns = PRIMED_NS if self.plan.persona or self.plan.voice else ANSWER_NS
+            self._until_ns = now_ns + self._answer_ns
             caller = _words(self.plan.wav.name)[: control.LONGEST_CALLER]
-            return [control.Join(self.number, "file", caller, self.plan.settings)]
+            return [
+                control.Join(
+                    self.number,
+                    "file",
+                    caller,
+                    self.plan.settings,
+                    self.plan.voice,
+                    self.plan.persona,
+                )
+            ]
         if self.state is State.JOINING:
             if now_ns >= self._until_ns:
-                self.end(now_ns, f"the box did not answer for {ANSWER_NS // NS_PER_S} s")
+                self.end(now_ns, f"the box did not answer for {self._answer_ns // NS_PER_S} s")
             return []
         try:
             messages = self._talk(now_ns)

@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a setting of every call, such as sampling.temperature=0; may be repeated",
     )
+    parser.add_argument(
+        "--persona", default="", metavar="TEXT", help="who the model is to be, in every call"
+    )
+    parser.add_argument(
+        "--voice", default="", metavar="NAME", help="a voice of the bundle, in every call"
+    )
 
 
 def run_calls(args: argparse.Namespace) -> int:
@@ -108,6 +114,12 @@ def plan_calls(args: argparse.Namespace, now_ns: int) -> "list[CallPlan]":
 
     if not math.isfinite(args.stagger) or args.stagger < 0:
         raise UsageError(f"--stagger {args.stagger}: expected seconds, 0 or more")
+    if len(args.persona) > control.LONGEST_PERSONA:
+        raise UsageError(
+            f"--persona has {len(args.persona)} characters; {control.LONGEST_PERSONA} are allowed"
+        )
+    if len(args.voice) > control.LONGEST_VOICE:
+        raise UsageError(f"--voice: {args.voice[:20]!r}... is longer than any voice's name")
     settings = dict(_setting(text) for text in args.set)
     polite = dict(_caller_seconds("--hang-up-after", t, len(args.wavs)) for t in args.hang_up_after)
     abrupt = dict(_caller_seconds("--drop-after", t, len(args.wavs)) for t in args.drop_after)
@@ -121,6 +133,8 @@ def plan_calls(args: argparse.Namespace, now_ns: int) -> "list[CallPlan]":
             hang_up_after_ns=(polite | abrupt).get(number),
             abrupt=number in abrupt,
             settings=settings,
+            persona=args.persona,
+            voice=args.voice,
         )
         for number, wav in enumerate(args.wavs, 1)
     ]
