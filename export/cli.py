@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engines import bundle
-from export import show
+from engines import bundle, machine
+from export import plan_progress, show, targets
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,9 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="duplexbox export", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
 
-    build = verbs.add_parser("build", help="a model -> a bundle")
-    build.add_argument("model", help="a checkpoint's folder, or a seeded model: small, micro")
-    build.add_argument("-o", "--out", type=Path, required=True, help="the bundle to write")
+    build = verbs.add_parser("build", help="a model -> a bundle; a bundle -> plans for a GPU")
+    build.add_argument(
+        "model",
+        nargs="?",
+        help="a checkpoint's folder, a seeded model (small, micro), or with --target a bundle",
+    )
+    build.add_argument("-o", "--out", type=Path, help="the bundle to write, unless MODEL is one")
     build.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -29,8 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     build.add_argument(
         "--batches",
-        default="1-8",
-        help="batch profiles, from 1 without gaps (default: %(default)s)",
+        help="batch profiles, from 1 without gaps (default: 1-8, or what the bundle says)",
+    )
+    build.add_argument(
+        "--target",
+        help="also build TensorRT plans for this GPU, such as rtx-4090 or sm_89; list: show all",
+    )
+    build.add_argument(
+        "--weights",
+        choices=("inputs", "constants"),
+        default="inputs",
+        help="large weights stay in the bundle, or go into the plans too (default: %(default)s)",
     )
     build.add_argument(
         "--context", type=int, help="ticks attention sees (default: as the checkpoint says)"
@@ -92,9 +105,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_build(args: argparse.Namespace) -> int:
+    if args.target == "list":
+        return run_targets(args)
+    target = targets.resolve(args.target) if args.target else None
+    if args.model is None:
+        raise ValueError(
+            "which model? Name a checkpoint's folder or a seeded model: "
+            "duplexbox export build small -o BUNDLE"
+        )
+    is_bundle = (Path(args.model) / "bundle.json").is_file()
+    if is_bundle and (args.out or target is None):
+        raise ValueError(
+            f"{args.model} is a bundle already. Build plans of it: duplexbox export build "
+            f"{args.model} --target TARGET"
+        )
+    if is_bundle:
+        assert target is not None
+        return build_plans(bundle.read(Path(args.model)), target, args)
+    if args.out is None:
+        raise ValueError(
+            f"where to? Name the bundle to write: duplexbox export build {args.model} -o BUNDLE"
+        )
+    if target and (reason := targets.reason_not_to_build(target, machine.look())):
+        raise ValueError(reason)  # before the bundle is built, which may take an hour
+    code = build_bundle(args)
+    return code if target is None else build_plans(bundle.read(args.out), target, args)
+
+
+def run_targets(args: argparse.Namespace) -> int:
+    folder = Path(args.model) if args.model else None
+    for line in targets.table(bundle.read(folder, hashes=False).manifest if folder else None):
+        print(line)
+    return 0
+
+
+def build_plans(opened: bundle.Bundle, target: targets.Target, args: argparse.Namespace) -> int:
+    from export import tensorrt_build  # needs onnx and the target's flavour
+
+    ticker = plan_progress.Ticker(sys.stderr.isatty())
+    tensorrt_build.build(
+        opened,
+        target,
+        largest_batch=largest_batch(args.batches) if args.batches else 0,
+        weights=args.weights,
+        say=lambda line: print(ticker.say(line), end="", file=sys.stderr, flush=True),
+        progress=lambda *now: print(ticker.update(*now), end="", file=sys.stderr, flush=True),
+    )
+    return 0
+
+
+def build_bundle(args: argparse.Namespace) -> int:
     from export import build, checkpoint, seed_progress, source  # needs torch and onnx
 
-    batches = largest_batch(args.batches)
+    batches = largest_batch(args.batches or "1-8")
     if Path(args.model).is_dir() and args.model not in source.SEEDED:
         for line in checkpoint.lines(checkpoint.open_checkpoint(Path(args.model))):
             print(line)
