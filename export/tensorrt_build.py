@@ -90,7 +90,7 @@ def build(
         version=here.version_of(target.flavour),
     )
     folder = bundle.path / recorded.FOLDER / target.folder
-    known = _known(folder, target, here, say)
+    known = known_plans(folder, target, here, say)
     say(
         f"{folder}: {target.gpu}, {target.flavour} {order.version}, batches exactly "
         f"1..{order.largest_batch}, large weights as {order.weights}"
@@ -125,7 +125,7 @@ def build(
     _remove_strangers(folder, {*kept, *(job.wanted.stage.name for _, job, _, _ in jobs)}, say)
     for stage, job, made, reason in jobs:
         say(f"  {stage.name:<16} building: {reason}")
-        done = _in_child(job, progress)
+        done = build_in_child(job, progress)
         kept[stage.name] = _take(folder, job, made, done)
         _record(bundle, target, here, folder, kept)
         say(f"  {stage.name:<16} {summary(kept[stage.name])}")
@@ -149,7 +149,7 @@ def summary(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _known(folder: Path, target: Target, here: Machine, say: Say) -> dict[str, Plan]:
+def known_plans(folder: Path, target: Target, here: Machine, say: Say) -> dict[str, Plan]:
     """Plans that may be current; none when what is there was made for something else."""
     if not (folder / recorded.FILE).exists():
         return {}
@@ -232,7 +232,7 @@ def available_bytes() -> int:
     return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _in_child(job: Job, progress: Progress) -> Done:
+def build_in_child(job: Job, progress: Progress) -> Done:
     """Build in a fresh process. Raises what the child raised, or `NotBuilt` if it crashed."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
