@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.admission import Reason
+from engines.bundle import Bundle
 
 PROTOCOL = 1
 """Raised when an older line would misunderstand the box."""
@@ -215,6 +216,26 @@ def decode_from_box(raw: bytes) -> FromBox:
         return _from_box.decode(raw)
     except msgspec.DecodeError as err:
         raise ControlError(f"not a control message of protocol {PROTOCOL}: {err}") from None
+
+
+def welcome(bundle: Bundle, t0_ns: int, voices: tuple[str, ...]) -> Welcome:
+    """What a box that runs ``bundle`` says first. t0_ns: start of its tick 0."""
+    manifest = bundle.manifest
+    return Welcome(
+        version=PROTOCOL,
+        bundle=str(bundle.path.resolve()),
+        model=manifest.model.name,
+        trained=manifest.model.trained,
+        notice=manifest.model.notice,
+        period_ns=manifest.timing.period_ns,
+        sample_rate_hz=manifest.timing.sample_rate_hz,
+        samples_per_frame=manifest.timing.samples_per_frame,
+        t0_ns=t0_ns,
+        pieces=str(bundle.file(manifest.text.pieces).resolve()),
+        silent_ids=manifest.text.silent_ids,
+        takes_persona=manifest.prompt is not None,
+        voices=voices,
+    )
 
 
 class ControlClient:

@@ -43,6 +43,9 @@ MOST_LINES = 64
 """Connections at once: far more line processes than a box has lines, and few enough that they
 cannot use up the descriptors that calls need."""
 
+REST_S = 0.001
+"""Between two passes, so at most this often a line is listened to: one message a pass."""
+
 POLL_S = 0.01
 """How long news from the tick or the ledger may lie; a connection is answered at once."""
 
@@ -74,6 +77,8 @@ class _Call:
     """None once the line is lost."""
     due: int = 0
     why: Why = Why.FINISHED
+    leaving: bool = False
+    """The line has said goodbye."""
     stopped: bool = False
     """The box ended the call, not the line."""
     settle_until_ns: int = 0
@@ -124,6 +129,7 @@ class Switchboard:
         self._token = secrets.token_hex(4)
         self._drain_until_ns: int | None = None
         self._stop = False
+        self._rest = threading.Event()
         self._seen_late = (0, 0)
         self._quiet_until_ns = 0
         self._selector = selectors.DefaultSelector()
@@ -178,6 +184,8 @@ class Switchboard:
         try:
             while not self._stop:
                 self.serve_once(POLL_S)
+                # A line that never stops sending must leave the interpreter to the tick thread.
+                self._rest.wait(REST_S)
         except BaseException as err:
             # A box nobody can call is no box: end the process, systemd starts it again.
             self._on_failure(err)
@@ -213,25 +221,8 @@ class Switchboard:
             return
         connection = _Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, connection)
-        manifest = self._bundle.manifest
-        self._send(
-            connection,
-            control.Welcome(
-                version=control.PROTOCOL,
-                bundle=str(self._bundle.path.resolve()),
-                model=manifest.model.name,
-                trained=manifest.model.trained,
-                notice=manifest.model.notice,
-                period_ns=manifest.timing.period_ns,
-                sample_rate_hz=manifest.timing.sample_rate_hz,
-                samples_per_frame=manifest.timing.samples_per_frame,
-                t0_ns=self._loop.grid.t0_ns,
-                pieces=str(self._bundle.file(manifest.text.pieces).resolve()),
-                silent_ids=manifest.text.silent_ids,
-                takes_persona=manifest.prompt is not None,
-                voices=self._reception.voices,
-            ),
-        )
+        t0_ns, voices = self._loop.grid.t0_ns, self._reception.voices
+        self._send(connection, control.welcome(self._bundle, t0_ns, voices))
 
     def _read(self, connection: _Connection) -> None:
         if connection.socket.fileno() < 0:
@@ -256,10 +247,17 @@ class Switchboard:
             case control.Join():
                 self._join(connection, message)
             case control.Leave():
-                if message.session in connection.sessions:  # nobody ends another line's call
-                    self._loop.inbox.append(Depart(SessionId(message.session), Event.LEAVE))
+                self._leave(connection, message)
             case control.Status():
                 self._send(connection, self._report(message.request))
+
+    def _leave(self, connection: _Connection, leave: control.Leave) -> None:
+        if leave.session not in connection.sessions:  # nobody ends another line's call
+            return
+        call = self._calls[SessionId(leave.session)]
+        if not call.leaving:  # the tick thread must not read through a flood of goodbyes
+            call.leaving = True
+            self._loop.inbox.append(Depart(call.session.id, Event.LEAVE))
 
     def _send(self, connection: _Connection, message: control.FromBox) -> None:
         try:
