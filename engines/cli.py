@@ -38,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--plot", type=Path, metavar="SVG", help="draw tick time over the batch")
     bench.set_defaults(run=run_bench)
 
+    shown = verbs.add_parser("show", help="plans of a bundle, and which of them run here")
+    shown.add_argument("bundle", type=Path)
+    shown.add_argument("--no-hashes", action="store_true", help="trust the plans' files")
+    shown.add_argument("--json", action="store_true", help="for another program")
+    shown.set_defaults(run=run_show)
+
     args = parser.parse_args(argv)
     try:
         code: int = args.run(args)
@@ -77,6 +83,32 @@ def run_bench(args: argparse.Namespace) -> int:
         period_us = opened.manifest.timing.period_ns / 1e3
         args.plot.write_text(bench_plot.plot(timings, loads, period_us, title))
     executor.close()
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    from engines import machine, plans, plans_shown
+
+    opened = bundle.read(args.bundle, hashes=False)
+    found = []
+    for folder in plans.folders(opened.path):
+        try:
+            recorded = plans.read(folder)
+        except plans.PlansError as err:
+            found.append(plans_shown.Found(folder.name, None, str(err)))
+            continue
+        faults = {
+            plan.stage: plans.file_fault(folder, plan, hashes=not args.no_hashes)
+            for plan in recorded.plans
+        }
+        faults = {stage: fault for stage, fault in faults.items() if fault}
+        found.append(plans_shown.Found(folder.name, recorded, file_faults=faults))
+    here = machine.look()
+    if args.json:
+        print(json.dumps(plans_shown.describe(opened, found, here), indent=1))
+    else:
+        for line in plans_shown.lines(opened, found, here):
+            print(line)
     return 0
 
 
