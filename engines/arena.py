@@ -110,6 +110,8 @@ class Arena:
         """A session begins in ``slot``, ``ticks`` ticks old; its rows are zero (or poison)."""
         self._ages[slot] = ticks
         self._wipe(slot)
+        for index, family in enumerate(self.layout.families):
+            self._set_held(index, family, slot, range(0), ticks)
         self._hold(slot, ticks)
         self.counts.joining += self._map_due(self._first_ticks)
 
@@ -163,7 +165,8 @@ class Arena:
             self._grows_at[slot] = NEVER
             for index, family in enumerate(self.layout.families):
                 keep = family.pages_at(slot, self._first_ticks) if slot == batch else range(0)
-                self._set_held(index, family, slot, keep, ticks=0)
+                # A joiner maps what is missing, so this can wait for everything else.
+                self._set_held(index, family, slot, keep, ticks=-self.ahead_ticks)
         self._live = batch
 
     def _hold(self, slot: int, ticks: int) -> None:
@@ -177,7 +180,10 @@ class Arena:
         self._grows_at[slot] = soonest if soonest == NEVER else soonest - 1
 
     def _set_held(self, index: int, family: Family, slot: int, pages: range, ticks: int) -> None:
-        """Replace what ``slot``, at age ``ticks``, holds of a family by ``pages``."""
+        """Replace what ``slot``, at age ``ticks``, holds of a family by ``pages``.
+
+        A negative age: its session will begin that many ticks from now at the earliest.
+        """
         before = self._held[index][slot]
         if before == pages:
             return
@@ -186,17 +192,12 @@ class Arena:
             if page in before:
                 continue
             users[page] += 1
-            if users[page] == 1:
-                deadline = self.tick + self._ticks_left(family, slot, page, ticks)
-                for base in family.base_pages:
-                    self._wanted.add(base + page)
-                    if base + page not in self._mapped:
-                        heapq.heappush(self._due, (deadline, base + page))
-            elif self._ticks_left(family, slot, page, ticks) == 0:
-                # Wanted by a neighbour for later, needed by this slot now.
-                for base in family.base_pages:
-                    if base + page not in self._mapped:
-                        heapq.heappush(self._due, (self.tick, base + page))
+            deadline = self.tick + self._ticks_left(family, slot, page, ticks)
+            for base in family.base_pages:
+                self._wanted.add(base + page)
+                if base + page not in self._mapped:
+                    # Perhaps a second time: a neighbour may want the page, but later.
+                    heapq.heappush(self._due, (deadline, base + page))
         for page in before:
             if page in pages:
                 continue

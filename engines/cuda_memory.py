@@ -36,7 +36,7 @@ class Range:
         self._access.location = self._properties.location
         self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.page_bytes = page_bytes(ordinal)
-        self.reserved_bytes = -(-reserved_bytes // self.page_bytes) * self.page_bytes
+        self.reserved_bytes = max(1, -(-reserved_bytes // self.page_bytes)) * self.page_bytes
         self._stock_pages = stock_pages
         self._stream = Stream()
         self._is_settled = True

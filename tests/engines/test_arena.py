@@ -162,6 +162,20 @@ def test_a_prepared_slot_costs_a_joiner_nothing() -> None:
     assert sessions.arena.counts.joining == first
 
 
+def test_preparing_a_slot_never_delays_a_tick() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=6)
+    arena.pace = 1  # far less than the next slot's first pages
+    sessions = Sessions(arena, memory)
+    sessions.join()
+    before = arena.counts.mapped
+    sessions.tick()
+    sessions.tick()
+    assert arena.counts.late == 0
+    assert arena.counts.mapped - before == 2
+
+
 def test_mapping_is_spread_over_the_ticks_before_it_is_needed() -> None:
     layout = rings()
     memory = FaultyMemory(layout.growing_bytes)
@@ -193,6 +207,17 @@ def test_a_new_session_finds_nothing_of_the_one_before() -> None:
                     low = max(page * PAGE, family.slot_bytes)
                     high = min((page + 1) * PAGE, 2 * family.slot_bytes)
                     assert not memory.at(base * PAGE + low, high - low).any()
+
+
+def test_a_session_that_is_made_old_has_all_its_pages_at_once() -> None:
+    layout = rings()
+    memory = FaultyMemory(layout.growing_bytes)
+    sessions = Sessions(Arena(layout, memory, ahead_ticks=6), memory)
+    for ticks in (0, 13, 19, 5):
+        sessions.arena.begin(0, ticks)
+        for family in layout.families:
+            for base in family.base_pages:
+                memory.at(base * PAGE, family.bytes_at(ticks + 1))
 
 
 def test_static_allocation_maps_everything_once() -> None:
