@@ -15,6 +15,7 @@ Not here: what a stage computes (`stages`), how it is written (`to_onnx`), where
 from (`source`), the format (`engines.bundle`).
 """
 
+import functools
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -147,6 +148,7 @@ def made_from(
     return source.made_from | given
 
 
+@functools.cache
 def exporter_sha256() -> str:
     """Hash of this program's own text: another exporter may write another bundle."""
     digest = hashlib.sha256()

@@ -162,7 +162,7 @@ def trace(graph: StageGraph) -> torch.export.ExportedProgram:
     lengths = {name: torch.export.Dim(name, min=1, max=4096) for name in (BATCH, ROWS)}
     # Traced at 3, so that no length of the model is taken for the batch.
     example = tuple(
-        torch.zeros(
+        torch.empty(
             3 if spec.shape[0] in lengths else int(spec.shape[0]),
             *spec.row_shape,
             dtype=TORCH_DTYPES[spec.dtype],

@@ -134,8 +134,7 @@ def _stage_findings(
         how = "as it is" if twin.is_whole else f"float32 twin in {len(twin.pieces)} pieces"
         yield Finding(
             f"stage {spec.stage}: {check.compared} tensors of sessions at frames {ages} equal "
-            f"{' and '.join(answers)}; furthest {check.furthest:.1e} of {TOLERANCE:.0e} "
-            f"({check.where}); {how}"
+            f"{' and '.join(answers)}, {check.distance}; {how}"
         )
 
 
@@ -162,7 +161,13 @@ class _Check:
         self.regions = {region.name: region for region in bundle.manifest.regions}
         self.failures: list[Finding] = []
         self.compared = 0
-        self.furthest, self.where = 0.0, "nothing"
+        self.furthest, self.where = 0.0, ""
+
+    @property
+    def distance(self) -> str:
+        if not self.where:
+            return "exactly"
+        return f"furthest {self.furthest:.1e} of {TOLERANCE:.0e} ({self.where})"
 
     def take(self, name: str, found: Array) -> None:
         region = self.regions.get(name.removesuffix(NEXT))

@@ -13,6 +13,8 @@ from tests.export.calls import SEED
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
+    # The tracer logs every step for whoever listens, and pytest listens to all.
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,8 +24,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def micro_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The micro model; every ring of it wraps within two seconds of speech."""
-    # The tracer logs every step for whoever listens, and pytest listens to all.
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     folder = tmp_path_factory.mktemp("bundles") / "micro"
     return build.build_seeded("micro", folder, seed=SEED, largest_batch=4)
 
