@@ -125,7 +125,7 @@ class CudaExecutor:
 
     def _open(self, slots: int) -> None:
         options, manifest = self.options, self.bundle.manifest
-        self.device = open_device(options.ordinal)
+        self.device = self._open_device()
         self._closing.callback(self.device.close)
         if options.exclusive:
             self._closing.callback(_hold_gpu(self.device).close)
@@ -152,8 +152,7 @@ class CudaExecutor:
         self._closing.callback(self._kernels.close)
         self._tables()
         self._ports()
-        self._sessions = {s.name: self._load(s) for s in manifest.stages if s.graph}
-        self._closing.callback(self._sessions.clear)
+        self._open_stages()
         self._run_options = ort.RunOptions()
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self.device.synchronize()
@@ -352,6 +351,16 @@ class CudaExecutor:
         self._closing.callback(host.close)
         return host
 
+    def _open_device(self) -> cuda.Device:
+        """The GPU, checked for what runs the stages; `tensorrt_executor` asks for less."""
+        return open_device(self.options.ordinal)
+
+    def _open_stages(self) -> None:
+        """Load every graph; `tensorrt_executor` loads plans instead."""
+        stages = self.bundle.manifest.stages
+        self._sessions = {stage.name: self._load(stage) for stage in stages if stage.graph}
+        self._closing.callback(self._sessions.clear)
+
     def _load(self, stage: StageSpec) -> ort.InferenceSession:
         settings = ort.SessionOptions()
         settings.log_severity_level = 3
@@ -425,6 +434,10 @@ class CudaExecutor:
             rows, candidates = noise.tensor.row_shape
             call = NoiseCall(seed, frame, self._address(noise.buffer), batch, rows, candidates)
             return lambda: self._kernels.noise(call, self.stream)
+        return self._bind_graph(step, batch)
+
+    def _bind_graph(self, step: Step, batch: int) -> Callable[[], None]:
+        """What enqueues a stage that is a graph, for exactly ``batch`` sessions."""
         session, run_options = self._sessions[step.stage.name], self._run_options
         binding = session.io_binding()
         for bind, side in ((binding.bind_input, step.inputs), (binding.bind_output, step.outputs)):
@@ -448,6 +461,13 @@ def open_device(ordinal: int) -> cuda.Device:
             f"onnxruntime {ort.__version__} has no {PROVIDER}. Install the GPU build: "
             f"pip uninstall onnxruntime && pip install 'duplexbox[cuda]'"
         )
+    device = open_gpu(ordinal)
+    ort.preload_dlls()
+    return device
+
+
+def open_gpu(ordinal: int) -> cuda.Device:
+    """The GPU and its driver, whatever will run there. Raises `NotReady` with the remedy."""
     try:
         device = cuda.Device(ordinal)
     except (cuda.NoCuda, CudaFailed) as err:
@@ -461,7 +481,6 @@ def open_device(ordinal: int) -> cuda.Device:
             f"the driver speaks CUDA {version // 1000}.{version % 1000 // 10} and "
             f"{LEAST_DRIVER // 1000}.0 is needed. Install a driver of the 580 series or later"
         )
-    ort.preload_dlls()
     return device
 
 

@@ -20,7 +20,11 @@ DISTRIBUTIONS = {
 
 def look() -> Machine:
     """This machine, with its first GPU."""
-    gpu, capability = _gpu()
+    return with_gpu(*_gpu())
+
+
+def with_gpu(gpu: str, capability: str) -> Machine:
+    """This machine, for whoever has looked at its GPU already."""
     return Machine(
         platform=f"{platform.system().lower()}-{platform.machine()}",
         gpu=gpu,

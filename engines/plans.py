@@ -33,6 +33,19 @@ Flavour = Literal["tensorrt_rtx", "tensorrt"]
 WeightsForm = Literal["inputs", "constants"]
 """Large weights as inputs bound to the bundle's own memory, or inside the plan."""
 
+TENSORRT_DTYPES: dict[Dtype, str] = {
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "float8e4m3": "FP8",
+    "int64": "INT64",
+    "int32": "INT32",
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "bool": "BOOL",
+}
+"""Bundle dtype -> member of TensorRT's `DataType`."""
+
 INSTALL = {
     "tensorrt_rtx": "pip install 'duplexbox[tensorrt]'",
     "tensorrt": "pip install tensorrt-cu13 --extra-index-url https://pypi.nvidia.com",

@@ -18,25 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.bundle import NEXT, StageSpec, TensorSpec
-from engines.plans import Profile, described
+from engines.bundle import NEXT, Dtype, StageSpec, TensorSpec
+from engines.plans import TENSORRT_DTYPES, Profile, described
 from export.tensorrt_graph import Prepared
 
 RECIPE = 1
 """Raised when the settings or remedies below change what a plan computes or how fast."""
-
-TENSORRT_DTYPES = {
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-    "float8e4m3": "FP8",
-    "int64": "INT64",
-    "int32": "INT32",
-    "int8": "INT8",
-    "uint8": "UINT8",
-    "bool": "BOOL",
-}
-"""Bundle dtype -> member of `DataType`."""
 
 NO_FUSED_KERNEL = "not supported by a dedicated kernel"
 """What TensorRT says of attention it could only run decomposed."""
@@ -140,7 +127,7 @@ def network_faults(trt: Any, network: Any, settings: Settings, wanted: Wanted) -
 
 
 def _tensor_faults(
-    trt: Any, side: str, found: list[Any], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
+    trt: Any, side: str, found: list[Any], wanted: Mapping[str, tuple[Dtype, tuple[int, ...]]]
 ) -> Iterator[str]:
     names = [tensor.name for tensor in found]
     if names != list(wanted):
