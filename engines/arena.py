@@ -23,8 +23,8 @@ from typing import Protocol
 from engines.cuda_memory import OutOfPages
 from engines.layout import NEVER, ArenaLayout, Family
 
-AHEAD_TICKS = 128
-"""Half a page of a ring of 8 KiB rows: 10 s of notice, for at most half a page of memory more."""
+AHEAD_TICKS = 64
+"""A quarter of a page of 8 KiB rows: 5 s of notice, for a quarter of a page of memory more."""
 
 
 class Memory(Protocol):

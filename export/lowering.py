@@ -201,6 +201,20 @@ def _conv(op: str) -> Lowering:
     return lower
 
 
+def _elu(writer: Writer, node: Node) -> Names:
+    # ONNX Runtime 1.31.1 has no CUDA kernel for Elu since opset 22. exp(x) - 1 lies above x.
+    assert node.args[1:] in ((), (1.0,)), node
+    x, dtype = writer.name(node.args[0]), dtype_of(node)
+    low = _one(writer.emit("Min", x, writer.constant(0.0, dtype)))
+    grown = _one(writer.emit("Exp", low))
+    bent = _one(writer.emit("Sub", grown, writer.constant(1.0, dtype)))
+    return writer.emit("Max", x, bent)
+
+
+def _product(writer: Writer, node: Node) -> Names:
+    return writer.emit("Gemm", *(writer.name(arg) for arg in node.args))
+
+
 def _linear(writer: Writer, node: Node) -> Names:
     return writer.emit("Gemm", *(writer.name(arg) for arg in node.args), transB=1)
 
@@ -280,7 +294,7 @@ TABLE: dict[str, Lowering] = {
     "aten.conv_transpose1d.default": _conv("ConvTranspose"),
     "aten.cos.default": _unary("Cos"),
     "aten.div.Tensor": _elementwise("Div"),
-    "aten.elu.default": _unary("Elu", 1.0),
+    "aten.elu.default": _elu,
     "aten.embedding.default": _embedding,
     "aten.eq.Scalar": _elementwise("Equal"),
     "aten.eq.Tensor": _elementwise("Equal"),
@@ -321,6 +335,7 @@ TABLE: dict[str, Lowering] = {
     "duplexbox.attend_valid.default": _attend,
     "duplexbox.linear.default": _linear,
     "duplexbox.linear_bias.default": _linear_bias,
+    "duplexbox.product.default": _product,
     "duplexbox.ring_write.default": _ring_write,
     "duplexbox.rms_norm.default": _rms_norm,
     "duplexbox.rotate.default": _rotate,

@@ -54,6 +54,16 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x, weight)
 
 
+def _product_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_operator(_product_shape)
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """(N, I) times (I, O): (N, O). For weights that are stored that way round."""
+    return x @ weight
+
+
 @_operator(_linear_shape)
 def linear_bias(x: Tensor, weight: Tensor, bias: Tensor, alpha: float) -> Tensor:
     """``alpha`` times (N, I) times (O, I) transposed, plus (O,): (N, O)."""
