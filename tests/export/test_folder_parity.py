@@ -1,5 +1,6 @@
 """A bundle built from a checkpoint folder against the published package reading the same files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,10 +117,12 @@ def test_personaplex_is_moshi_cut_to_eight_steps_one_tick_earlier(tmp_path: Path
     assert PCM not in ours
 
 
-def personaplex(lm: LanguageModel, heard: Tensor) -> list[list[int] | None]:
-    """One greedy session as PersonaPlex steps it, all 16 depth steps, on the package's nets.
+def personaplex(
+    lm: LanguageModel, heard: Tensor, prompt: Sequence[Sequence[int]] = ()
+) -> list[list[int] | None]:
+    """One greedy session as PersonaPlex steps it, all its depth steps, on the package's nets.
 
-    heard: (ticks, 8) codes of the caller. At tick t the codes go to position t (plus delay), and
+    heard: (ticks, 8) codes of the caller; prompt: frames before that, every stream held. At tick t the codes go to position t (plus delay), and
     position t is held to them; what the model is fed is position t - 1, and what it chooses goes
     to position t wherever nothing is held. So a tick after the first is needed before anything
     that was heard is thought about. Returns text and 16 codes per tick, None while they fill.
@@ -131,8 +134,9 @@ def personaplex(lm: LanguageModel, heard: Tensor) -> list[list[int] | None]:
     cache: dict[tuple[int, int], int] = {}
     said: list[list[int] | None] = []
     with torch.no_grad(), model.streaming(1):
-        for tick, codes in enumerate(heard.tolist()):
-            forced = {own + q: code for q, code in enumerate(codes)}
+        told = [dict(enumerate(frame)) for frame in prompt]
+        told += [dict(enumerate(codes, own)) for codes in heard.tolist()]
+        for tick, forced in enumerate(told):
             for stream, code in forced.items():
                 cache[stream, tick + delays[stream]] = code
             for stream in range(streams):

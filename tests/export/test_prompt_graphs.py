@@ -12,12 +12,14 @@ from engines.noise import gumbel
 from engines.ort_executor import OrtExecutor
 from engines.ort_prefill import OrtPrimer
 from engines.prefill import Prompt, chunk_rows, make_prompt
+from export import tiny
 from export.models.tokens import OFFSET, TOKENS
 from export.prompt_stages import forced_tick, prompt_graphs
 from export.stages import NOISE, TEXT_TEMPERATURE
 from export.tiny import PERSONA_MICRO
 from tests.export.calls import GREEDY, SEED, TorchCalls, speech
 from tests.export.persona import frames_of
+from tests.export.test_folder_parity import personaplex
 
 pytestmark = pytest.mark.torch
 
@@ -102,6 +104,32 @@ def test_a_prompt_in_any_chunks_and_the_call_after_it_equal_torch(
             np.testing.assert_array_equal(found, named[name].numpy(), f"{name} at {tick}")
         assert np.abs(executor.audio_out[0] - named["pcm_out"][0, 0].numpy()).max() < 1e-4
         assert executor.valid[0]
+
+
+def test_a_call_with_a_prompt_says_what_personaplex_would_one_tick_earlier(
+    persona_bundle: Bundle,
+) -> None:
+    prompt, ticks = prompt_of(persona_bundle), 100
+    executor = OrtExecutor(persona_bundle, 1)
+    primer = OrtPrimer(executor)
+    feed(primer, 0, prompt, 16)
+    primer.settle(0, 0, GREEDY, primer.open(0, prompt, GREEDY))
+    heard, said = [], []
+    for frame in speech(9, ticks, 1, SAMPLES).numpy():
+        executor.audio_in[:1] = frame
+        executor.step(1)
+        heard.append(executor.wire("user_codes")[0].tolist())
+        said.append([int(executor.text[0]), *executor.wire("codes")[0].tolist()])
+    lm = tiny.seeded(PERSONA_MICRO, SEED)[1]
+    theirs = personaplex(lm, torch.tensor(heard), prompt.frames.tolist())
+    # What they say first is the end of the prompt; ours begins with the model's own first frame.
+    assert theirs[ROWS] is not None
+    assert theirs[ROWS][1:9] == prompt.frames[-1, 1:9].tolist()
+    for tick in range(ticks - 1):
+        frame = theirs[ROWS + tick + 1]
+        assert frame is not None
+        assert frame[:9] == said[tick], tick
+    assert len({tuple(frame) for frame in said}) > ticks // 2
 
 
 def test_the_first_choice_is_the_sessions_own(persona_bundle: Bundle) -> None:
