@@ -28,6 +28,7 @@ EXTRA_OF = {
     "safetensors": "[export]",
     "torch": "[export]",
     "cuda": "[cuda]",
+    "tensorrt_lean": "[tensorrt-lean]",
     "tensorrt_rtx": "[tensorrt]",
     "sounddevice": "[lines]",
 }

@@ -12,10 +12,10 @@ from engines.plans import Machine
 
 DISTRIBUTIONS = {
     "tensorrt_rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
-    # The lean run-time opens version-compatible plans, which is what we build for `tensorrt`.
-    "tensorrt": ("tensorrt-cu13", "tensorrt", "tensorrt-lean-cu13", "tensorrt-lean"),
+    "tensorrt": ("tensorrt-cu13", "tensorrt-cu12", "tensorrt"),
+    "tensorrt_lean": ("tensorrt-lean-cu13", "tensorrt-lean-cu12", "tensorrt-lean"),
 }
-"""Flavour -> wheels that bring it, in the order in which they are preferred."""
+"""Module -> wheels that bring it."""
 
 
 def look() -> Machine:
@@ -48,10 +48,10 @@ def _gpu() -> tuple[str, str]:
 def _versions() -> list[tuple[str, str]]:
     """Asked of the installer's records: loading the libraries would take seconds and 200 MB."""
     found: list[tuple[str, str]] = []
-    for flavour, names in DISTRIBUTIONS.items():
+    for module, names in DISTRIBUTIONS.items():
         for name in names:
             try:
-                found.append((flavour, importlib.metadata.version(name)))
+                found.append((module, importlib.metadata.version(name)))
                 break
             except importlib.metadata.PackageNotFoundError:
                 continue

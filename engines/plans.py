@@ -46,6 +46,13 @@ TENSORRT_DTYPES: dict[Dtype, str] = {
 }
 """Bundle dtype -> member of TensorRT's `DataType`."""
 
+RUN_TIMES: dict[Flavour, tuple[str, ...]] = {
+    "tensorrt_rtx": ("tensorrt_rtx",),
+    "tensorrt": ("tensorrt_lean", "tensorrt"),
+}
+"""Modules that run plans of a flavour, best first. Plans of `tensorrt` are built
+version-compatible, so that its lean run-time, which cannot build, runs them."""
+
 INSTALL = {
     "tensorrt_rtx": "pip install 'duplexbox[tensorrt]'",
     "tensorrt": "pip install tensorrt-cu13 --extra-index-url https://pypi.nvidia.com",
@@ -163,11 +170,16 @@ class Machine:
     """Empty: no NVIDIA GPU, or no driver."""
     compute_capability: str = ""
     versions: tuple[tuple[str, str], ...] = ()
-    """(module, version) of every flavour that is installed."""
+    """(module, version) of every builder and run-time that is installed."""
 
-    def version_of(self, flavour: str) -> str:
+    def version_of(self, module: str) -> str:
         """Empty when it is not installed."""
-        return dict(self.versions).get(flavour, "")
+        return dict(self.versions).get(module, "")
+
+    def run_time_of(self, flavour: Flavour) -> str:
+        """Version of what would run plans of ``flavour``; empty when nothing would."""
+        found = (self.version_of(module) for module in RUN_TIMES[flavour])
+        return next((version for version in found if version), "")
 
 
 def graph_stages(manifest: Manifest) -> Iterator[StageSpec]:
@@ -277,7 +289,7 @@ def refusals(bundle: Bundle, plans: Plans, machine: Machine, largest: int = 0) -
 
 def _machine_refusals(plans: Plans, machine: Machine, where: str, path: Path) -> Iterator[str]:
     made = f"{where} were built for {plans.gpu} ({plans.target}) by {plans.flavour} {plans.version}"
-    installed = machine.version_of(plans.flavour)
+    installed = machine.run_time_of(plans.flavour)
     if not machine.gpu:
         yield f"{made}; this machine has no NVIDIA GPU, or no driver for it (nvidia-smi shows it)"
     elif machine.compute_capability != plans.compute_capability:

@@ -28,19 +28,13 @@ import numpy as np
 from engines import cuda, plans
 from engines.bundle import NEXT, Bundle, BundleError, Dtype, StageSpec
 from engines.cuda import DevicePtr
-from engines.plans import TENSORRT_DTYPES, Flavour, Machine, Plan, Plans, WeightInput
+from engines.plans import RUN_TIMES, TENSORRT_DTYPES, Flavour, Machine, Plan, Plans, WeightInput
 from engines.program import Bound, Buffer, Step
 
 logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 256
 """What TensorRT asks of device memory."""
-
-MODULES: dict[Flavour, tuple[str, ...]] = {
-    "tensorrt_rtx": ("tensorrt_rtx",),
-    # Our plans for `tensorrt` are version-compatible, so the small run-time comes first.
-    "tensorrt": ("tensorrt_lean", "tensorrt"),
-}
 
 
 class PlanFailed(BundleError):
@@ -88,7 +82,7 @@ def open_plans(bundle: Bundle, machine: Machine, largest: int) -> Opened:
 
 def load_module(flavour: Flavour) -> Any:
     """The run-time of a flavour. Raises `plans.PlansError` with the command that installs it."""
-    for name in MODULES[flavour]:
+    for name in RUN_TIMES[flavour]:
         try:
             return importlib.import_module(name)
         except ImportError:

@@ -38,7 +38,7 @@ ROOT_MODULE = "duplexbox"
 # What builds bundles; compared with whole first components, so onnxruntime is not onnx.
 BUILDERS = {"torch", "onnx", "onnx_ir", "onnxscript"}
 # Builder and runtime in one library: an executor may load it, but only once it has a plan to run.
-LATE = {"tensorrt", "tensorrt_rtx", "cuda"}
+LATE = {"tensorrt", "tensorrt_lean", "tensorrt_rtx", "cuda"}
 # Scripts that are run by hand in their own environment, and are no part of the serving process.
 BY_HAND = {"appliance/demo/make_audio.py"}
 

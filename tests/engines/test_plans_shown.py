@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tensorrt_lean
+import tensorrt_rtx
 
 from engines import bundle, cli, machine, plans, plans_shown
 from engines.bundle import Bundle
@@ -84,8 +86,10 @@ def test_the_page_is_also_there_for_programs(
     assert tree["machine"]["platform"] == machine.look().platform
 
 
-def test_looking_finds_the_builder_this_environment_has() -> None:
-    import tensorrt_rtx
-
-    assert machine.look().version_of("tensorrt_rtx") == tensorrt_rtx.__version__
-    assert machine.look().version_of("tensorrt") == ""
+def test_looking_finds_what_this_environment_has() -> None:
+    here = machine.look()
+    assert here.version_of("tensorrt_rtx") == tensorrt_rtx.__version__
+    assert here.run_time_of("tensorrt_rtx") == tensorrt_rtx.__version__
+    lean = Machine("linux-x86_64", versions=(("tensorrt_lean", "11.4.0.106"),))
+    assert (lean.run_time_of("tensorrt"), lean.version_of("tensorrt")) == ("11.4.0.106", "")
+    assert here.version_of("tensorrt_lean") == tensorrt_lean.__version__

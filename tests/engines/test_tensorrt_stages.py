@@ -1,0 +1,462 @@
+"""The TensorRT executor on a fake driver and a fake run-time, which is held to the real one."""
+
+import base64
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+import tensorrt_lean
+import tensorrt_rtx
+
+from engines import bundle, cuda_executor, plans, tensorrt_stages
+from engines.bundle import NEXT, Bundle
+from engines.cuda_executor import CudaOptions
+from engines.ort_executor import OrtExecutor
+from engines.plans import TENSORRT_DTYPES, Machine, Plan, Plans, PlansError, WeightInput
+from engines.tensorrt_executor import TensorrtExecutor
+from engines.tensorrt_stages import PlanFailed
+from tests.engines import fake_driver, fake_tensorrt, toy
+from tests.engines.fake_driver import FakeDriver
+from tests.engines.plan_samples import plans_of
+from tests.engines.test_cuda_executor import run_calls
+
+EAGER = CudaOptions(graphs=False)
+LARGEST = 4
+WEIGHT, WEIGHTS_FILE, OFFSET = "row_shape_weight", "stages/weights/toy.bin", 4096
+
+
+def plan_bytes(bundle: Bundle, plan: Plan, moved: dict[str, onnx.TensorProto]) -> bytes:
+    """A plan for the fake: the stage's graph with the weights in ``moved`` as inputs."""
+    stage = next(s for s in bundle.manifest.stages if s.name == plan.stage)
+    model = onnx.load(bundle.file(stage.graph))
+    for weight in plan.weights:
+        tensor = moved[weight.name]
+        model.graph.initializer.remove(
+            next(t for t in model.graph.initializer if t.name == weight.name)
+        )
+        described = onnx.helper.make_tensor_value_info(
+            weight.name, tensor.data_type, list(weight.shape)
+        )
+        model.graph.input.append(described)
+
+    def tensors(specs: Any) -> dict[str, Any]:
+        return {
+            spec.name: [
+                TENSORRT_DTYPES[spec.dtype],
+                [n if isinstance(n, int) else -1 for n in spec.shape],
+            ]
+            for spec in specs
+        }
+
+    tree = {
+        "model": base64.b64encode(model.SerializeToString()).decode(),
+        "inputs": tensors((*plan.inputs, *plan.weights)),
+        "outputs": tensors(plan.outputs),
+        "aliases": {ring + NEXT: ring for ring in plan.in_place},
+        "profiles": [profile.largest for profile in plan.profiles],
+    }
+    return json.dumps(tree).encode()
+
+
+def add_weight(folder: Path) -> None:
+    """Give stage `speak` a weight: what it multiplies noise with besides the session's gain."""
+    path = folder / "stages/speak.onnx"
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.output[0] == "scaled")
+    node.input[0], node.output[0] = "first", "scaled_once"
+    values = np.array([[[0.25, 1.5, -2.0, 3.0]]], np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(values, WEIGHT))
+    index = list(model.graph.node).index(node) + 1
+    more = onnx.helper.make_node("Mul", ["scaled_once", WEIGHT], ["scaled"])
+    model.graph.node.insert(index, more)
+    onnx.save(model, path)
+    (folder / "stages/weights").mkdir()
+    (folder / WEIGHTS_FILE).write_bytes(bytes(OFFSET) + values.tobytes())
+
+
+def write_plans(opened: Bundle, change: Callable[[Plans], Plans] = lambda plans: plans) -> Plans:
+    """plans/sm_90, which is what the fake GPU is, with files the fake run-time opens."""
+    recorded = msgspec.structs.replace(
+        plans_of(opened, LARGEST), target="sm_90", compute_capability="9.0"
+    )
+    folder = opened.path / plans.FOLDER / recorded.target
+    folder.mkdir(parents=True, exist_ok=True)
+    regions = {region.name for region in opened.manifest.regions if region.in_place}
+    made = []
+    for plan in recorded.plans:
+        stage = next(s for s in opened.manifest.stages if s.name == plan.stage)
+        initializers = {t.name: t for t in onnx.load(opened.file(stage.graph)).graph.initializer}
+        weights = (WeightInput(WEIGHT, "float32", (1, 1, 4), WEIGHTS_FILE, OFFSET, 16),)
+        whole = msgspec.structs.replace(
+            plan,
+            weights=weights if WEIGHT in initializers else (),
+            in_place=tuple(sorted(regions & {spec.name for spec in plan.inputs})),
+        )
+        path = folder / plan.file
+        path.write_bytes(plan_bytes(opened, whole, initializers))
+        spec = bundle.describe_file(path)
+        made.append(msgspec.structs.replace(whole, sha256=spec.sha256, bytes=spec.bytes))
+    recorded = change(msgspec.structs.replace(recorded, plans=tuple(made)))
+    plans.write(folder, recorded)
+    return recorded
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Bundle:
+    folder = tmp_path / "toy"
+    toy.write_toy(folder)
+    add_weight(folder)
+    draft = toy.manifest()
+    names = (*draft.files, WEIGHTS_FILE)
+    files = {name: bundle.describe_file(folder / name) for name in names}
+    return bundle.write(folder, msgspec.structs.replace(draft, files=files))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A machine with the fake GPU, the fake run-time, and no ONNX Runtime for CUDA."""
+    driver = fake_driver.install(monkeypatch)
+
+    def refuse(ordinal: int) -> object:
+        raise AssertionError("asked for ONNX Runtime's CUDA provider")
+
+    monkeypatch.setattr(cuda_executor, "open_gpu", lambda _: fake_driver.FakeDevice(driver))
+    monkeypatch.setattr(cuda_executor, "open_device", refuse)
+    monkeypatch.setattr(tensorrt_stages, "load_module", lambda flavour: fake_tensorrt)
+    yield driver
+    assert driver.held == {}
+
+
+def test_calls_sound_as_on_the_cpu_bit_for_bit(opened: Bundle, driver: FakeDriver) -> None:
+    """Profiles, addresses, weights and rings: any of them wrong is a wrong sound."""
+    write_plans(opened)
+    expected = run_calls(OrtExecutor(opened, LARGEST), 600)
+    executor = TensorrtExecutor(opened, LARGEST, EAGER)
+    assert run_calls(executor, 600) == expected
+    assert len(set(expected)) > 300
+    executor.close()
+
+
+def test_scratch_is_shared_and_the_largest_any_profile_needs(
+    opened: Bundle, driver: FakeDriver
+) -> None:
+    write_plans(opened)
+    executor = TensorrtExecutor(opened, 2, EAGER)
+    assert executor._stages.scratch_bytes == LARGEST * fake_tensorrt.SCRATCH_BYTES
+    assert executor._stages.weights_bytes == 16
+    base = super(TensorrtExecutor, executor).memory().whole
+    assert executor.memory().whole == base + LARGEST * fake_tensorrt.SCRATCH_BYTES
+    executor.close()
+
+
+def test_what_was_compiled_is_kept_beside_its_plan_and_used_again(
+    opened: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = write_plans(opened)
+    folder = opened.path / "plans/sm_90"
+    (folder / "hear-0123456789ab.cache").write_bytes(b"of a plan that is gone")
+    TensorrtExecutor(opened, 2, EAGER).close()
+    kept = {f"{p.stage}-{p.sha256[:12]}.cache" for p in recorded.plans}
+    assert {path.name for path in folder.glob("*.cache")} == kept
+    assert all((folder / name).read_bytes() == fake_tensorrt.COMPILED for name in kept)
+    seen: list[bytes] = []
+
+    def deserialize(cache: object, blob: bytes) -> bool:
+        seen.append(blob)
+        return True
+
+    monkeypatch.setattr(fake_tensorrt.IRuntimeCache, "deserialize", deserialize)
+    TensorrtExecutor(opened, 2, EAGER).close()
+    assert seen == [fake_tensorrt.COMPILED] * 2
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_next_start(
+    opened: Bundle,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_plans(opened)
+
+    def fail(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with caplog.at_level("INFO"):
+        TensorrtExecutor(opened, 2, EAGER).close()
+    assert "compiled kernels not kept" in caplog.text
+
+
+def refused(opened: Bundle, slots: int = LARGEST) -> str:
+    with pytest.raises((PlansError, PlanFailed)) as caught:
+        TensorrtExecutor(opened, slots, EAGER)
+    return str(caught.value)
+
+
+def test_no_plans_for_this_gpu_names_those_there_are_and_the_command(
+    opened: Bundle, driver: FakeDriver
+) -> None:
+    recorded = write_plans(opened)
+    (opened.path / "plans/sm_90").rename(opened.path / "plans/sm_89")
+    said = refused(opened)
+    assert "has no plans for Fake GPU (sm_90); it has: sm_89" in said
+    assert said.endswith(f"build {opened.path} --target sm_90 --batches 1-4")
+    assert recorded.target == "sm_90"
+
+
+def replaced(**change: Any) -> Callable[[Plans], Plans]:
+    return lambda recorded: msgspec.structs.replace(recorded, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (replaced(compute_capability="8.9"), "this box has Fake GPU (sm_90)"),
+        (replaced(version="1.6.0.1"), "tensorrt_rtx 1.7.1.116, which cannot open them"),
+        (
+            replaced(flavour="tensorrt"),
+            f"this machine has tensorrt {tensorrt_lean.__version__}, which cannot open them",
+        ),
+        (replaced(platform="linux-aarch64"), "built for linux-aarch64"),
+        (replaced(checkpoint_sha256="9" * 64), "were built from checkpoint 999999999999…"),
+        (
+            lambda recorded: msgspec.structs.replace(recorded, plans=recorded.plans[:1]),
+            "no plan of stage speak",
+        ),
+    ],
+)
+def test_foreign_plans_are_refused_before_the_run_time_sees_them(
+    opened: Bundle,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Plans], Plans],
+    words: str,
+) -> None:
+    def load(flavour: str) -> ModuleType:
+        raise AssertionError("the run-time was loaded")
+
+    monkeypatch.setattr(tensorrt_stages, "load_module", load)
+    write_plans(opened, change)
+    assert words in refused(opened)
+
+
+def test_fewer_profiles_than_slots_are_refused(opened: Bundle, driver: FakeDriver) -> None:
+    def fewer(recorded: Plans) -> Plans:
+        few = [msgspec.structs.replace(p, profiles=plans.exact(2)) for p in recorded.plans]
+        return msgspec.structs.replace(recorded, plans=tuple(few))
+
+    write_plans(opened, fewer)
+    said = refused(opened)
+    assert "takes batches of exactly 1..2 and 4 sessions are wanted" in said
+    assert "--batches 1-4" in said
+
+
+def test_a_damaged_plan_is_refused_by_its_hash(opened: Bundle, driver: FakeDriver) -> None:
+    write_plans(opened)
+    path = opened.path / "plans/sm_90/hear.plan"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    assert "hear.plan was changed after it was built" in refused(opened)
+    path.write_bytes(raw[:100])
+    assert "hear.plan has 100 bytes and should have" in refused(opened)
+
+
+def with_file(stage: str, edit: Callable[[dict[str, Any]], None]) -> Callable[[Bundle], None]:
+    """A plan whose file is not what plans.json describes, although its hash is right."""
+
+    def write(opened: Bundle) -> None:
+        recorded = write_plans(opened)
+        folder = opened.path / "plans/sm_90"
+        path = folder / f"{stage}.plan"
+        tree = json.loads(path.read_text())
+        edit(tree)
+        path.write_text(json.dumps(tree))
+        spec = bundle.describe_file(path)
+        changed = [
+            msgspec.structs.replace(p, sha256=spec.sha256, bytes=spec.bytes)
+            if p.stage == stage
+            else p
+            for p in recorded.plans
+        ]
+        plans.write(folder, msgspec.structs.replace(recorded, plans=tuple(changed)))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda tree: tree.pop("model"), "cannot open the plan of stage hear"),
+        (lambda tree: tree["outputs"].pop("heard"), "output heard is missing"),
+        (
+            lambda tree: tree["inputs"].update(stranger=["FLOAT", [1]]),
+            "stranger is no tensor of it",
+        ),
+        (lambda tree: tree["inputs"].update(frames=["INT32", [-1]]), "should be int64"),
+        (lambda tree: tree["inputs"].update(pcm=["FLOAT", [-1, 1, 5]]), "pcm is (-1, 1, 5), not"),
+        (lambda tree: tree["profiles"].pop(), "3 profiles, not 4"),
+        (lambda tree: tree["aliases"].clear(), "hear.ring is not updated in place"),
+    ],
+)
+def test_an_engine_that_is_not_the_recorded_plan_is_refused(
+    opened: Bundle, driver: FakeDriver, edit: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    with_file("hear", edit)(opened)
+    said = refused(opened)
+    assert words in said
+    assert f"duplexbox export build {opened.path} --target sm_90" in said
+
+
+def test_a_context_that_cannot_be_captured_is_named_with_its_batch(
+    opened: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plans(opened)
+    never = lambda *_: False  # noqa: E731
+    monkeypatch.setattr(fake_tensorrt.IExecutionContext, "is_stream_capturable", never)
+    assert "stage hear at batch 1 cannot be captured into a CUDA graph" in refused(opened)
+
+
+@pytest.mark.parametrize(
+    "method", ["set_optimization_profile_async", "set_input_shape", "set_tensor_address"]
+)
+def test_every_answer_of_the_run_time_is_looked_at(
+    opened: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    write_plans(opened)
+    monkeypatch.setattr(fake_tensorrt.IExecutionContext, method, lambda *_: False)
+    assert "stage hear" in refused(opened)
+
+
+def test_an_enqueue_that_fails_is_an_error_with_the_run_times_words(
+    opened: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plans(opened)
+    monkeypatch.setattr(fake_tensorrt, "SCRATCH_BYTES", 1 << 12)
+    executor = TensorrtExecutor(opened, 1, EAGER)
+    monkeypatch.setattr(fake_tensorrt, "SCRATCH_BYTES", 1 << 20)
+    with pytest.raises(PlanFailed, match=r"stage hear failed at batch 1: enqueueV3: .* needed"):
+        executor.step(1)
+    executor.close()
+
+
+def test_a_machine_without_a_gpu_is_told_so(opened: Bundle) -> None:
+    with pytest.raises(PlansError, match=r"this machine has no NVIDIA GPU.*--executor cpu"):
+        tensorrt_stages.open_plans(opened, Machine("linux-x86_64"), 1)
+
+
+def test_a_missing_run_time_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(plans.RUN_TIMES, "tensorrt_rtx", ("no_such_run_time",))
+    with pytest.raises(PlansError, match=r"not installed or does not load.*pip install"):
+        tensorrt_stages.load_module("tensorrt_rtx")
+
+
+ONLY_RTX = {
+    "IRuntimeCache": None,
+    "IRuntimeConfig": {
+        "create_runtime_cache",
+        "set_runtime_cache",
+        "cuda_graph_strategy",
+        "dynamic_shapes_kernel_specialization_strategy",
+    },
+    "IExecutionContext": {"is_stream_capturable"},
+    "DynamicShapesKernelSpecializationStrategy": None,
+    "CudaGraphStrategy": None,
+}
+"""What `tensorrt_stages` asks for with hasattr, or only after having found it; None: the class."""
+
+
+def overloads(function: Any) -> list[list[str]]:
+    """Argument names of every form a pybind11 function has, from its own docstring."""
+    name, found = function.__name__, []
+    for line in (function.__doc__ or "").splitlines():
+        match = re.match(rf"(?:\d+\. )?{re.escape(name)}\((.*)\) -> ", line.strip())
+        if match and not match[1].startswith("*args"):
+            depth, names, word = 0, [], ""
+            for letter in match[1] + ",":
+                depth += letter in "[(<"
+                depth -= letter in "])>"
+                if letter == "," and depth == 0:
+                    names.append(word.partition(":")[0].strip())
+                    word = ""
+                else:
+                    word += letter
+            found.append([n for n in names if n != "self"])
+    return found
+
+
+def members(cls: type) -> dict[str, Any]:
+    own = {name: value for name, value in vars(cls).items() if not name.startswith("_")}
+    if "__init__" in vars(cls) and cls.__name__ in ("ILogger", "Runtime"):
+        own["__init__"] = vars(cls)["__init__"]
+    return own
+
+
+CLASSES = [
+    cls
+    for name, cls in inspect.getmembers(fake_tensorrt, inspect.isclass)
+    if cls.__module__ == fake_tensorrt.__name__
+]
+
+
+@pytest.mark.parametrize("real", [tensorrt_rtx, tensorrt_lean], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_the_fake_has_the_names_and_arguments_of_the_real_run_time(
+    cls: type, real: ModuleType
+) -> None:
+    lacks = ONLY_RTX.get(cls.__name__, set()) if real is tensorrt_lean else set()
+    if lacks is None:
+        assert not hasattr(real, cls.__name__), "the other flavour has it now: use it"
+        return
+    theirs = getattr(real, cls.__name__)
+    for name, ours in members(cls).items():
+        if name in lacks:
+            assert not hasattr(theirs, name), f"{name}: the other flavour has it now: use it"
+            continue
+        assert hasattr(theirs, name), f"{cls.__name__}.{name}"
+        if inspect.isfunction(ours):
+            wanted = [n for n in inspect.signature(ours).parameters if n != "self"]
+            assert wanted in overloads(getattr(theirs, name)), (name, wanted)
+
+
+def test_the_comparison_sees_a_wrong_name_and_a_wrong_argument() -> None:
+    real = tensorrt_rtx.IExecutionContext
+    assert not hasattr(real, "enqueue_v3")
+    assert overloads(real.set_tensor_address) == [["name", "memory"]]
+    assert ["runtime_config"] in overloads(tensorrt_rtx.ICudaEngine.create_execution_context)
+    assert ["strategy"] in overloads(tensorrt_rtx.ICudaEngine.create_execution_context)
+
+
+def test_attributes_that_are_set_exist_in_the_real_run_time() -> None:
+    """Python would let a fake take any attribute; pybind11 classes have them as properties."""
+    for name in ("dynamic_shapes_kernel_specialization_strategy", "cuda_graph_strategy"):
+        assert isinstance(vars(tensorrt_rtx.IRuntimeConfig)[name], property)
+    for name in ("num_io_tensors", "num_optimization_profiles"):
+        for module in (tensorrt_rtx, tensorrt_lean):
+            assert isinstance(vars(module.ICudaEngine)[name], property)
+
+
+def test_the_file_calls_nothing_the_fake_does_not_have() -> None:
+    """So that every call of TensorRT in the executor is one that was compared above."""
+    source = Path(tensorrt_stages.__file__).read_text()
+    known = {name for cls in CLASSES for name in members(cls)} | {c.__name__ for c in CLASSES}
+    for word in re.findall(r"trt\.([A-Za-z_]+)", source):
+        assert word in known | {"__name__", "__version__", "_Log"}, word
+    for owner in ("engine", "context", "config", "cache", "_runtime"):
+        for word in re.findall(rf"\b{owner}\.([a-z_0-9]+)", source):
+            attributes = {
+                "num_io_tensors",
+                "num_optimization_profiles",
+                "dynamic_shapes_kernel_specialization_strategy",
+                "cuda_graph_strategy",
+            }
+            assert word in known | attributes, (owner, word)
