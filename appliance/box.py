@@ -22,6 +22,7 @@ from appliance.config import Config, ConfigError
 from appliance.ledger_writer import LedgerWriter, RecordRing
 from appliance.priming import PrimingDesk
 from appliance.reception import Reception
+from appliance.retention import Keep
 from appliance.step_model import StepSamples
 from appliance.switchboard import Switchboard
 from appliance.tick_loop import TickLoop, TickPolicy
@@ -53,7 +54,9 @@ class Box:
         self._failure: BaseException | None = None
         ring = RecordRing(config.ledger.ring_records)
         try:
-            self.ledger = LedgerWriter(config.ledger.folder, ring, clock)
+            kept = config.ledger
+            keep = Keep(kept.keep_days, kept.keep_mb * 2**20, kept.min_free_mb * 2**20)
+            self.ledger = LedgerWriter(kept.folder, ring, clock, keep)
         except OSError as err:
             raise ConfigError(
                 f"[ledger] folder {config.ledger.folder}: {err.strerror or err}. "

@@ -6,9 +6,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from appliance import config as configs
 from appliance.config import EXIT_CONFIG, ConfigError
+
+if TYPE_CHECKING:
+    from appliance.ledger import LedgerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     ledger.add_argument("folder", type=Path, help="a box's [ledger] folder, or one .call file")
     ledger.add_argument("--json", action="store_true", help="for another program")
     ledger.add_argument("--plot", type=Path, metavar="FILE.svg", help="margin over time")
+    ledger.add_argument("--list", action="store_true", help="one line per call, from the table")
+    ledger.add_argument(
+        "--on", default="", metavar="DAY", help="today, yesterday or 2026-01-31 (UTC): only these"
+    )
+    ledger.add_argument(
+        "--call", default="", metavar="CALL", help="a session's number or a file's: in detail"
+    )
+    ledger.add_argument("--worst", type=int, metavar="N", help="the N worst calls, in detail")
+    ledger.add_argument("--csv", type=Path, metavar="FILE.csv", help="every frame, one a line")
     ledger.set_defaults(run=run_ledger)
 
     init = verbs.add_parser("init", help="write a config with every setting and its default")
@@ -195,27 +208,67 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def run_ledger(args: argparse.Namespace) -> int:
-    import msgspec
-
-    from appliance import ledger, report
-    from appliance.plot import margin_plot
+    from appliance import ledger
+    from appliance.ledger_views import ViewError
 
     unreadable: list[ledger.LedgerError] = []
     try:
-        calls = ledger.read_folder(args.folder, unreadable)
-        summary = report.summarise(calls)
-        if args.plot:
-            title = f"{args.folder}: margin of {len(calls)} calls"
-            args.plot.write_text(margin_plot(calls, title), encoding="utf-8")
-    except (ledger.LedgerError, OSError) as err:
+        code = _list_calls(args, unreadable) if args.list else _show_calls(args, unreadable)
+    except (ledger.LedgerError, ViewError, OSError) as err:
         return _fail(args, err, 2)
+    for damage in unreadable:
+        _fail(args, damage, 1)
+    return 1 if unreadable else code
+
+
+def _list_calls(args: argparse.Namespace, unreadable: "list[LedgerError]") -> int:
+    from appliance import ledger_views as views
+
+    if not args.folder.is_dir():
+        raise views.ViewError(f"--list needs a folder; {args.folder} is none")
+    found = views.rows(args.folder, views.day_of(args.on) if args.on else "", unreadable)
+    if args.json:
+        print(views.rows_json(found))
+    else:
+        for line in views.list_text(found):
+            print(line)
+    return 0
+
+
+def _show_calls(args: argparse.Namespace, unreadable: "list[LedgerError]") -> int:
+    import msgspec
+
+    from appliance import ledger, report
+    from appliance import ledger_views as views
+    from appliance.plot import margin_plot
+
+    if args.on or args.call:
+        day = views.day_of(args.on) if args.on else ""
+        calls = ledger.read_files(views.paths(args.folder, day, args.call), unreadable)
+    else:
+        calls = ledger.read_folder(args.folder, unreadable)
+    summary = report.summarise(calls)
+    if args.worst:
+        chosen = [s.file for s in views.worst(summary, args.worst)]
+        calls = sorted(
+            (call for call in calls if call.path.name in chosen),
+            key=lambda call: chosen.index(call.path.name),
+        )
+        summary = report.summarise(calls)
+    if args.plot:
+        title = f"{args.folder}: margin of {len(calls)} calls"
+        args.plot.write_text(margin_plot(calls, title), encoding="utf-8")
+    if args.csv:
+        with args.csv.open("w", encoding="utf-8") as file:
+            file.writelines(views.frames_csv(calls))
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(summary)).decode())
     else:
         print(report.text(summary))
-    for damage in unreadable:
-        _fail(args, damage, 1)
-    return 1 if summary.unexplained or unreadable else 0
+        if args.call or args.worst:
+            for call in calls:
+                print("", *views.call_text(call), sep="\n")
+    return 1 if summary.unexplained else 0
 
 
 def run_init(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ when anybody woke up. Wall-clock time is read in one place, to name a call's fil
 
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 NS_PER_S = 1_000_000_000
@@ -72,7 +72,7 @@ class TickGrid:
         return (now_ns - self.t0_ns) // self.period_ns
 
 
-def wall_stamp() -> str:
-    """Now, in UTC to the millisecond, as it stands in file names: 20260131T120000.250Z."""
-    now = datetime.now(UTC)
+def wall_stamp(ago_s: float = 0) -> str:
+    """UTC to the millisecond, as it stands in file names: 20260131T120000.250Z. ago_s: earlier."""
+    now = datetime.now(UTC) - timedelta(seconds=ago_s)
     return f"{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z"

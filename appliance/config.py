@@ -61,6 +61,12 @@ class LedgerConfig(_Table, frozen=True):
     folder: Path = Path("/var/lib/duplexbox/calls")
     ring_records: Annotated[int, Meta(ge=64, le=1 << 20)] = 8192
     """Records that may wait for the disk: 20 s of 32 sessions."""
+    keep_days: Annotated[int, Meta(ge=0, le=36_500)] = 90
+    """Calls that started longer ago are removed; 0: age removes none."""
+    keep_mb: Annotated[int, Meta(ge=0)] = 10_000
+    """What all call files may take, about 1,000 hours of calls; the oldest go. 0: any amount."""
+    min_free_mb: Annotated[int, Meta(ge=0)] = 500
+    """What the disk must have left, whoever fills it; old calls go first. 0: nothing."""
 
 
 class AdmissionConfig(_Table, frozen=True):
@@ -165,6 +171,9 @@ socket = "/run/duplexbox/control.sock"    # where lines find the box
 [ledger]
 folder = "/var/lib/duplexbox/calls"       # one file per call
 ring_records = 8192                       # records that may wait for the disk
+keep_days = 90                            # calls that started longer ago are removed; 0: none
+keep_mb = 10000                           # what all call files may take; 0: any amount
+min_free_mb = 500                         # the disk must have this left; old calls go first
 
 [admission]
 memory_mb = 0           # for the state of all sessions at full retention; 0: what is available

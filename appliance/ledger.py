@@ -1,6 +1,6 @@
 """What is written down about every frame of every call, and how it is read back.
 
-One file per call: a header (what call, of which model, on which grid), then records of 80 bytes,
+One file per call: a header (what call, of which model, on which grid), then records of 88 bytes,
 appended and never changed. Three kinds share the width:
 
     TICK      one per due frame, also for ticks that never ran: what was heard, what came of it
@@ -15,6 +15,7 @@ CRC is wrong, and says how many bytes it dropped. Not here: the thread that writ
 
 import enum
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-MAGIC = b"dbxcall\x01"
+MAGIC = b"dbxcall\x02"
 """First bytes of a call's file; the last one is the format's version."""
 
 SUFFIX = ".call"
-RECORD_BYTES = 80
+RECORD_BYTES = 88
 CRC_AT = RECORD_BYTES - 4
+BUFFER_UNKNOWN = -(2**31)
+"""`buffer_us` before any frame of the call was heard. Afterwards it is the time from the frame's
+handing over to its playout, negative if that was too late already: carried on from the newest
+receipt the box had, since a line's playout moves on by one period per frame. The frame's own
+receipt says what it came to in the end."""
+
 HEADER_ALIGN_BYTES = 16
 
 
@@ -134,6 +141,8 @@ TICK = _layout(
         "lag": ("<u2", 68),  # frames waiting once this tick had taken its own
         "skipped": ("<u2", 70),  # frames dropped unheard just before this tick
         "misses": ("<u4", 72),  # run of late or missed frames, this one included
+        "buffer_us": ("<i4", 76),  # playout buffer left, or BUFFER_UNKNOWN; see there
+        "spare": ("<u4", 80),
     }
 )
 """One due frame of one session."""
@@ -260,6 +269,11 @@ def read_folder(folder: Path, unreadable: list[LedgerError] | None = None) -> li
     paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else [folder]
     if not paths:
         raise LedgerError(f"{folder} holds no call (*{SUFFIX}); name the [ledger] folder of a box")
+    return read_files(paths, unreadable)
+
+
+def read_files(paths: Sequence[Path], unreadable: list[LedgerError] | None = None) -> list[Call]:
+    """The calls in ``paths``, in order; ``unreadable`` as `read_folder` has it."""
     calls: list[Call] = []
     for path in paths:
         try:

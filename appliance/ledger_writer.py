@@ -11,6 +11,7 @@ has come back as a receipt. It does not know why a session ends; the control thr
 
 import logging
 import os
+import sqlite3
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance.clock import Clock
+from appliance.call_table import NAME, CallRow, CallTable, Totals
+from appliance.clock import NS_PER_S, Clock, wall_stamp
 from appliance.frame_ring import Outcome, Receipt, ReceiptRing
 from appliance.ledger import (
+    BUFFER_UNKNOWN,
     END,
     RECEIPT,
     RECORD_BYTES,
@@ -35,6 +38,7 @@ from appliance.ledger import (
     file_name,
     seal,
 )
+from appliance.retention import Keep, remove
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,14 @@ EARLY_FRAMES = 256
 
 PENDING_LIMIT_BYTES = 8 * 1024 * 1024
 """Records kept per call while its disk refuses them: about half an hour."""
+
+RETENTION_NS = 60 * NS_PER_S
+"""How often old calls are looked for."""
+
+ROWS_PENDING = 10_000
+"""Rows kept for a table that cannot be written; the files have all that is in them."""
+
+I32 = 2**31 - 1
 
 _HANDED_OVER = Flag.GENERATED | Flag.UNREAD | Flag.FAULT
 
@@ -122,8 +134,11 @@ class _CallFile:
     offset: int = 0
     """Bytes that are safely written; a failed write is repeated from here."""
     pending: bytearray = field(default_factory=bytearray)
-    awaited: set[int] = field(default_factory=set)
-    """Frames handed to the line whose receipt has not come."""
+    awaited: dict[int, int] = field(default_factory=dict)
+    """Frames handed to the line whose receipt has not come, and when they were handed over, ns."""
+    playout_ns: int | None = None
+    """When frame 0 was heard, or would have been: as the newest receipt has it."""
+    totals: Totals = field(default_factory=Totals)
     seen: bytearray = field(default_factory=bytearray)
     """Receipts per frame index; a third one is not believed."""
     records: int = 0
@@ -135,8 +150,10 @@ class _CallFile:
 class LedgerWriter:
     """All call files of one box. `open`, `settle`, `finish` and `closed` belong to control."""
 
-    def __init__(self, folder: Path, ring: RecordRing, clock: Clock) -> None:
-        """Raises `OSError` when ``folder`` cannot be made or written to."""
+    def __init__(
+        self, folder: Path, ring: RecordRing, clock: Clock, keep: Keep | None = None
+    ) -> None:
+        """keep: how much of old calls; None: all. Raises `OSError` when ``folder`` is unusable."""
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "the ledger's folder cannot be written to", str(folder))
@@ -153,6 +170,10 @@ class LedgerWriter:
         self._commands: deque[Open | Settle | Finish] = deque()
         self._calls: dict[int, _CallFile] = {}
         self._failing = False
+        self._keep = keep or Keep()
+        self._kept_ns = clock.now_ns() - RETENTION_NS
+        self._table: CallTable | None = None
+        self._rows: list[CallRow] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger")
 
@@ -187,6 +208,10 @@ class LedgerWriter:
         for call in list(self._calls.values()):
             self._close(call)  # no END: the reader says that the box stopped in mid-call
         self._calls.clear()
+        self._write_rows()
+        if self._table is not None:
+            self._table.close()
+            self._table = None
 
     def pump(self) -> None:
         """One pass. Also what tests call, instead of the thread."""
@@ -210,6 +235,8 @@ class LedgerWriter:
                 self._end(call, call.settle.due, call.settle.why)
             else:
                 self._flush(call)
+        self._write_rows()
+        self._remove_old()
 
     def _obey(self) -> list[Settle | Finish]:
         closing: list[Settle | Finish] = []
@@ -225,6 +252,7 @@ class LedgerWriter:
         call = _CallFile(command.header, command.receipts, self._ring.lost)
         call.pending += encode_header(command.header)
         self._calls[command.header.session] = call
+        self._rows.append(call.totals.row(command.header, "", 0, 0, 0))
 
     def _close_on(self, command: Settle | Finish) -> None:
         call = self._calls.get(command.session)
@@ -237,9 +265,18 @@ class LedgerWriter:
 
     def _enter_records(self, call: _CallFile, records: NDArray[np.void]) -> None:
         handed = (records["flags"] & _HANDED_OVER) == Flag.GENERATED
-        for index in records["index"][handed].tolist():
+        period_ns = call.header.period_ns
+        at_ns = call.header.t0_ns + (records["tick"] + 1) * period_ns - records["margin_ns"]
+        for index, when_ns in zip(
+            records["index"][handed].tolist(), at_ns[handed].tolist(), strict=True
+        ):
             if index >= len(call.seen) or not call.seen[index]:
-                call.awaited.add(index)
+                call.awaited[index] = when_ns
+        records["buffer_us"] = BUFFER_UNKNOWN
+        if call.playout_ns is not None:
+            left_us = (call.playout_ns + records["index"] * period_ns - at_ns) // 1000
+            records["buffer_us"] = np.clip(left_us, -I32, I32)
+        call.totals.add_ticks(records)
         call.records += len(records)
         call.pending += seal(records)
 
@@ -249,7 +286,11 @@ class LedgerWriter:
             if not self._believe(call, receipt):
                 call.foreign += 1
                 continue
-            call.awaited.discard(receipt.frame_index)
+            call.totals.add_receipt(receipt, is_first=call.seen[receipt.frame_index] == 1)
+            when_ns = call.awaited.pop(receipt.frame_index, None)
+            if when_ns is not None and receipt.outcome in (Outcome.DELIVERED, Outcome.LATE):
+                before_ns = receipt.frame_index * call.header.period_ns
+                call.playout_ns = when_ns + receipt.buffer_ns - before_ns
             rows.append(receipt)
         if rows:
             self._append_receipts(call, rows)
@@ -305,6 +346,8 @@ class LedgerWriter:
         call.pending += seal(end)
         self._flush(call)
         self._close(call)
+        lost = int(end["records_lost"][0])
+        self._rows.append(call.totals.row(header, why.name.lower(), due, lost, call.offset))
         del self._calls[header.session]
         self.closed.append(header.session)
 
@@ -337,6 +380,42 @@ class LedgerWriter:
         self.records_dropped += len(call.pending) // RECORD_BYTES
         if call.fd is not None:
             os.close(call.fd)
+
+    def _write_rows(self) -> None:
+        """Bring the table up to date; what cannot be written now is tried again next time."""
+        if not self._rows:
+            return
+        try:
+            if self._table is None:
+                self._table = CallTable(self._folder, wall_stamp())
+                if self._table.set_aside is not None:
+                    logger.error(
+                        "ledger: the table of calls was damaged: now %s. The calls' files "
+                        "are whole",
+                        self._table.set_aside,
+                    )
+            self._table.write(self._rows)
+            self._rows.clear()
+        except sqlite3.Error as err:
+            self._complain(self._folder / NAME, OSError(0, str(err)))
+            del self._rows[:-ROWS_PENDING]
+
+    def _remove_old(self) -> None:
+        """Once in a while: calls beyond what is to be kept go, oldest first."""
+        now_ns = self._clock.now_ns()
+        if self._keep == Keep() or now_ns - self._kept_ns < RETENTION_NS:
+            return
+        self._kept_ns = now_ns
+        is_on = {file_name(call.header) for call in self._calls.values()}
+        oldest = wall_stamp(ago_s=self._keep.days * 86_400) if self._keep.days else ""
+        try:
+            gone = remove(self._folder, self._keep, is_on, oldest)
+            if gone:
+                logger.info("ledger: %d old calls removed, from %s on", len(gone), gone[0])
+                if self._table is not None:
+                    self._table.mark_removed(gone, wall_stamp())
+        except (OSError, sqlite3.Error) as err:
+            self._complain(self._folder, err if isinstance(err, OSError) else OSError(0, str(err)))
 
     def _complain(self, path: Path, err: OSError) -> None:
         self.write_errors += 1

@@ -461,6 +461,8 @@ class TickLoop:
                 plan.lag,
                 plan.skip,
                 min(seat.misses, U32_MAX),
+                0,
+                0,
             )
         )
         seat.frame_index += 1

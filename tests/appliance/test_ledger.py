@@ -352,7 +352,7 @@ def test_zeros_after_a_power_cut_are_no_records(tmp_path: Path) -> None:
     [
         (b"", "not a call's record"),
         (b"RIFF....WAVE", "not a call's record"),
-        (ledger.MAGIC[:-1] + b"\x63" + bytes(50), "format 99; this program reads 1"),
+        (ledger.MAGIC[:-1] + b"\x63" + bytes(50), "format 99; this program reads 2"),
         (ledger.MAGIC + b"\xff\xff\x00\x00{}", "header was cut short"),
         (ledger.MAGIC + b"\x02\x00\x00\x00{}", "header is damaged"),
     ],
@@ -388,3 +388,19 @@ def test_records_have_no_undefined_bytes() -> None:
     for kind, offset, *_ in (TICK.fields or {}).values():
         named[offset : offset + kind.itemsize] = True
     assert named.all()
+
+
+def test_every_record_says_how_much_of_the_playout_buffer_was_left(desk: Desk) -> None:
+    """The line's newest receipt carried on: its playout moves one period a frame."""
+    desk.open()
+    # Handed over at 1000 + (tick + 1) * period - margin; a receipt says 33 ns were left then.
+    desk.tick(0)
+    desk.ledger.pump()
+    desk.receipt(0)
+    desk.ledger.pump()
+    desk.tick(1)  # as early in its period as frame 0: the same buffer
+    desk.tick(2, margin_ns=9 - 5_000_000)  # handed over 5 ms later: 5 ms less
+    desk.tick(4, flags=Flag.MISSED.value, margin_ns=9 - 40_000_000)
+    desk.ledger.pump()
+    left = read_call(desk.path()).ticks["buffer_us"].tolist()
+    assert left == [ledger.BUFFER_UNKNOWN, 0, -5_000, -40_000]

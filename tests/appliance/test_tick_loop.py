@@ -81,6 +81,8 @@ def test_a_record_has_the_ledgers_fields_in_order() -> None:
         "lag",
         "skipped",
         "misses",
+        "buffer_us",
+        "spare",
     )
     assert first + rest == TICK_FIELDS
 
