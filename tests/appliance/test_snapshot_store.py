@@ -1,0 +1,118 @@
+"""Kept prompts: found again, never trusted, bounded."""
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from appliance.snapshot_store import WAITING, SnapshotStore
+from engines import snapshot as snapshots
+from engines.bundle import Manifest
+from engines.prefill import Prompt
+from engines.snapshot import Snapshot
+from tests.fakes_prompt import make_prompted_bundle, prompt_of
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return make_prompted_bundle(tmp_path / "bundle").manifest
+
+
+def filled(manifest: Manifest, prompt: Prompt) -> Snapshot:
+    found = snapshots.empty_snapshot(manifest, snapshots.prompt_age(prompt))
+    found.rings["prompt.ring"][...] = np.arange(prompt.shared_rows)[None, :, None]
+    return found
+
+
+def test_what_was_kept_is_found_by_a_later_box(manifest: Manifest, tmp_path: Path) -> None:
+    prompt, other = prompt_of(30), prompt_of(30, first_id=500)
+    store = SnapshotStore(tmp_path / "kept", manifest, LIMIT)
+    assert store.load(prompt) is None
+    store.start()
+    store.keep(filled(manifest, prompt))
+    store.stop()
+    later = SnapshotStore(tmp_path / "kept", manifest, LIMIT)
+    found = later.load(prompt)
+    assert found is not None
+    np.testing.assert_array_equal(
+        found.rings["prompt.ring"], filled(manifest, prompt).rings["prompt.ring"]
+    )
+    assert later.load(other) is None
+    assert (later.hits, later.misses) == (1, 1)
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_damaged_or_foreign_file_is_removed_with_one_line(
+    manifest: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, other = prompt_of(30), prompt_of(30, first_id=500)
+    store = SnapshotStore(tmp_path, manifest, LIMIT)
+    for damage in ("flip", "cut", "foreign"):
+        store.write(filled(manifest, prompt))
+        (path,) = tmp_path.glob("*.snap")
+        raw = bytearray(path.read_bytes())
+        if damage == "flip":
+            raw[-1] ^= 1
+        elif damage == "cut":
+            del raw[-9:]
+        else:
+            path.unlink()
+            store.write(filled(manifest, other))
+            (theirs,) = tmp_path.glob("*.snap")
+            raw = bytearray(theirs.read_bytes())
+            theirs.unlink()
+        path.write_bytes(raw)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert store.load(prompt) is None
+        (line,) = caplog.messages
+        assert f"{path} is removed and its prompt fed again" in line
+        assert ("prompt is" in line) == (damage == "foreign")
+        assert list(tmp_path.glob("*.snap")) == []
+    store.write(filled(manifest, prompt))
+    assert store.load(prompt) is not None
+
+
+def test_what_was_used_longest_ago_goes_first(manifest: Manifest, tmp_path: Path) -> None:
+    prompts = [prompt_of(60, first_id=1000 * n) for n in range(4)]
+    SnapshotStore(tmp_path, manifest, LIMIT).write(filled(manifest, prompts[0]))
+    one = sum(path.stat().st_size for path in tmp_path.glob("*.snap"))
+    store = SnapshotStore(tmp_path, manifest, limit_bytes=3 * one)
+    for number, prompt in enumerate(prompts[:2]):
+        store.write(filled(manifest, prompt))
+        path = tmp_path / snapshots.file_name(manifest, snapshots.prompt_age(prompt))
+        os.utime(path, ns=(number, number))
+    assert store.load(prompts[0]) is not None  # used now, so the second is the oldest
+    store.write(filled(manifest, prompts[2]))
+    store.write(filled(manifest, prompts[3]))
+    assert [store.load(p) is not None for p in prompts] == [True, False, True, True]
+    assert sum(p.stat().st_size for p in tmp_path.glob("*.snap")) <= 3 * one
+
+
+def test_one_that_is_larger_than_all_may_be_is_not_kept(
+    manifest: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SnapshotStore(tmp_path, manifest, limit_bytes=10)
+    store.write(filled(manifest, prompt_of(60)))
+    assert "raise [persona] keep_mb" in caplog.text
+    assert list(tmp_path.glob("*.snap")) == []
+
+
+def test_a_slow_disk_makes_nobody_wait(
+    manifest: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SnapshotStore(tmp_path, manifest, LIMIT)  # its thread has not been started
+    for _ in range(WAITING + 1):
+        store.keep(filled(manifest, prompt_of(9)))
+    assert f"{WAITING} wait for the disk" in caplog.text
+
+
+def test_a_torn_file_of_a_killed_box_is_cleared_away(manifest: Manifest, tmp_path: Path) -> None:
+    torn = tmp_path / "abc.snap.123.part"
+    torn.write_bytes(b"half")
+    SnapshotStore(tmp_path, manifest, LIMIT)
+    assert not torn.exists()
