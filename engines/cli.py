@@ -120,9 +120,9 @@ def _open_executor(
         from engines.ort_executor import OrtExecutor
 
         return OrtExecutor(opened, max(batches)), f"{_cpu()}, ONNX Runtime CPU, one thread", None
-    from engines import cuda_executor
+    from engines import cuda_executor, gpu
 
-    rate = cuda_executor.copy_rate()
+    rate = gpu.copy_rate()
     options = cuda_executor.CudaOptions(batches=batches, graphs=not args.eager)
     executor = cuda_executor.CudaExecutor(opened, max(batches), options)
     memory = executor.memory()

@@ -18,14 +18,10 @@ float32: TF32 is off. Needs the cuda extra; imports neither torch nor onnx.
 """
 
 import contextlib
-import fcntl
-import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -38,8 +34,10 @@ from engines.clocks import ClockKind
 from engines.cuda import CudaFailed, DevicePtr
 from engines.cuda_memory import HostArray, OutOfPages, Range, page_bytes, write_ordered
 from engines.executor import check_setting
+from engines.gpu import NotReady, check_fits, hold_gpu
+from engines.gpu import open_gpu as open_gpu  # also for `tensorrt_executor`
 from engines.kernels.tick import NoiseCall, Row, TickKernels, fill_bytes, table_bytes
-from engines.layout import ArenaLayout, plan_layout
+from engines.layout import plan_layout
 from engines.ort_executor import STORAGE, StageFailed, check_ports
 from engines.program import Buffer, Step, plan_program
 from engines.tick_graph import Part, TickGraphs, run_eagerly
@@ -47,17 +45,7 @@ from engines.tick_graph import Part, TickGraphs, run_eagerly
 PROVIDER = "CUDAExecutionProvider"
 MEMORY = "cuda"
 """What ONNX Runtime calls the device that holds all bound tensors."""
-LEAST_DRIVER = 13000
-"""cuDriverGetVersion of CUDA 13.0, which the onnxruntime-gpu wheels are built for."""
-WORKSPACE_BYTES = 3 << 29
-"""What ONNX Runtime and the libraries take beside weights and state: 1.1 GB was seen."""
-FOREIGN_BYTES = 1 << 30
-"""More than an empty context takes: somebody else is on the GPU."""
 KERNELS = Path.home() / ".cache" / "duplexbox" / "kernels"
-
-
-class NotReady(BundleError):
-    """This machine cannot run the bundle as asked; the operator's to fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +116,14 @@ class CudaExecutor:
         self.device = self._open_device()
         self._closing.callback(self.device.close)
         if options.exclusive:
-            self._closing.callback(_hold_gpu(self.device).close)
+            self._closing.callback(hold_gpu(self.device).close)
         self._program = plan_program(manifest)
         self._regions = {region.name: region for region in manifest.regions}
         self.layout = plan_layout(manifest, self._program, slots, page_bytes(options.ordinal))
         self._weights_bytes = sum(
             spec.bytes for name, spec in manifest.files.items() if "weights/" in name
         )
-        _check_fits(self.device, self.layout, self._weights_bytes)
+        check_fits(self.device, self.layout, self._weights_bytes)
         self.stream = cuda.Stream()
         self._closing.callback(self.stream.close)
         self._whole = cuda.allocate(self.layout.whole_bytes)
@@ -464,85 +452,6 @@ def open_device(ordinal: int) -> cuda.Device:
     device = open_gpu(ordinal)
     ort.preload_dlls()
     return device
-
-
-def open_gpu(ordinal: int) -> cuda.Device:
-    """The GPU and its driver, whatever will run there. Raises `NotReady` with the remedy."""
-    try:
-        device = cuda.Device(ordinal)
-    except (cuda.NoCuda, CudaFailed) as err:
-        raise NotReady(
-            f"GPU {ordinal} cannot be used: {err}. nvidia-smi lists the GPUs of this machine"
-        ) from None
-    version = int(cuda.call("cuDriverGetVersion"))
-    if version < LEAST_DRIVER:
-        device.close()
-        raise NotReady(
-            f"the driver speaks CUDA {version // 1000}.{version % 1000 // 10} and "
-            f"{LEAST_DRIVER // 1000}.0 is needed. Install a driver of the 580 series or later"
-        )
-    return device
-
-
-def copy_rate(ordinal: int = 0, nbytes: int = 1 << 31) -> float:
-    """Bytes read plus bytes written per microsecond by a large copy on the device."""
-    device = open_device(ordinal)
-    stream, began, ended = cuda.Stream(), cuda.Event(), cuda.Event()
-    source, target = cuda.allocate(nbytes), cuda.allocate(nbytes)
-    rates = []
-    for _ in range(6):  # the first is slower
-        began.record(stream)
-        cuda.copy_device(target, source, nbytes, stream)
-        ended.record(stream)
-        rates.append(2 * nbytes / ended.elapsed_us(began))
-    cuda.release(source)
-    cuda.release(target)
-    cuda.close_all([device, stream, began, ended])
-    return sorted(rates)[len(rates) // 2]
-
-
-def _hold_gpu(device: cuda.Device) -> IO[str]:
-    """Lock the GPU against a second box; closing the file lets go of it."""
-    path = Path(tempfile.gettempdir()) / f"duplexbox-gpu-{device.uuid}.lock"
-    file = path.open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise NotReady(
-            f"process {holder} already runs a box on {device.name}. Stop it first "
-            f"(kill {holder}), or give this one another GPU"
-        ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
-
-
-def _check_fits(device: cuda.Device, layout: ArenaLayout, weights: int) -> None:
-    """Raise `NotReady` unless all slots fit at full retention, beside the weights."""
-    free, total = device.free_bytes, device.total_bytes
-    needed = weights + layout.full_bytes(layout.slots) + WORKSPACE_BYTES
-    if needed <= free:
-        return
-    per_session = (layout.full_bytes(layout.slots) - layout.full_bytes(0)) / layout.slots
-    left = free - weights - WORKSPACE_BYTES - layout.whole_bytes
-    fit = max(0, math.floor(left / max(per_session, 1)))
-    foreign = total - free
-    others = (
-        f" (other processes hold about {foreign / 1e9:.1f} GB: nvidia-smi lists them)"
-        if foreign > FOREIGN_BYTES
-        else ""
-    )
-    remedy = f"Run at most {fit} slots" if fit else "Use a larger GPU"
-    raise NotReady(
-        f"{layout.slots} slots need {needed / 1e9:.1f} GB on {device.name}: weights "
-        f"{weights / 1e9:.1f}, sessions at full retention "
-        f"{layout.full_bytes(layout.slots) / 1e9:.1f}, workspace {WORKSPACE_BYTES / 1e9:.1f}; "
-        f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free{others}. {remedy}"
-    )
 
 
 def _element(dtype: Dtype) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines import cuda, cuda_executor, ort_executor
+from engines import cuda, cuda_executor, gpu, ort_executor
 from engines.bundle import StageSpec
 from engines.kernels.tick import NoiseCall
 from engines.noise import gumbel
@@ -200,7 +200,7 @@ def install(monkeypatch: pytest.MonkeyPatch, total_bytes: int = TOTAL_BYTES) -> 
 
     monkeypatch.setattr(cuda, "_driver", driver)
     monkeypatch.setattr(cuda_executor, "MEMORY", "cpu")
-    monkeypatch.setattr(cuda_executor, "WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(gpu, "WORKSPACE_BYTES", 0)
     monkeypatch.setattr(cuda_executor, "open_device", lambda ordinal: FakeDevice(driver))
     monkeypatch.setattr(cuda_executor, "TickKernels", HostKernels)
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_load", load)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from engines.bundle import Bundle, BundleError
-from engines.cuda_executor import CudaExecutor, CudaOptions, NotReady
+from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.executor import Executor, SettingError
+from engines.gpu import NotReady
 from engines.ort_executor import OrtExecutor
 from tests.engines import fake_driver, toy
 from tests.engines.fake_driver import FakeDriver
