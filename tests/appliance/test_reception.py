@@ -1,0 +1,221 @@
+"""Calls with a persona through a whole box: answered once primed, recorded, refused with a reason.
+
+Real time, as in `test_box`; the executor is a fake that knows what each slot was told.
+"""
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from appliance import control, ledger
+from appliance.admission import Reason
+from appliance.box import Box
+from appliance.clock import MonotonicClock
+from appliance.config import (
+    AdmissionConfig,
+    ClockConfig,
+    Config,
+    ControlConfig,
+    EngineConfig,
+    LedgerConfig,
+    PersonaConfig,
+)
+from appliance.control import ControlClient
+from appliance.frame_ring import LAST, Channel, UplinkHeader
+from engines import tensor_file
+from engines.bundle import Bundle
+from engines.tensor_file import Tensor
+from export.checkpoint_text import seeded_pieces, sentencepiece_model
+from tests.fakes_prompt import SPEC, PromptedExecutor, make_prompted_bundle
+
+pytest.importorskip("sentencepiece", reason="needs the persona extra")
+
+DEADLINE_S = 20.0
+IDS = 128
+VOICE = np.arange(12, dtype=np.int64).reshape(4, 3)
+
+
+def bundle_in(folder: Path) -> Bundle:
+    """With a real tokenizer and a voice."""
+    bundle = make_prompted_bundle(folder)
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(seeded_pieces(IDS)))
+    (folder / "voices").mkdir()
+    held = {
+        "frames": Tensor("int64", VOICE),
+        "embedded": Tensor("float32", np.zeros((0, 2), np.float32)),
+    }
+    bundle.file(SPEC.voices[0].file).write_bytes(b"".join(tensor_file.encode(held, {})))
+    spec = msgspec.structs.replace(SPEC, initial_ids=(IDS, 9, 9))
+    return Bundle(folder, msgspec.structs.replace(bundle.manifest, prompt=spec))
+
+
+class Talking:
+    """A box in a thread, and a line to it."""
+
+    def __init__(self, folder: Path, socket: Path, within_s: int = 30) -> None:
+        self.folder = folder
+        self.socket = socket
+        bundle = bundle_in(folder / "bundle")
+        self.never = threading.Event()
+        self.executor = PromptedExecutor(bundle, 4)
+        config = Config(
+            engine=EngineConfig(bundle.path),
+            clock=ClockConfig(drain_s=0, settle_s=1, first_frame_s=5),
+            control=ControlConfig(socket),
+            ledger=LedgerConfig(folder / "calls"),
+            admission=AdmissionConfig(calibrate_s=1, min_margin_ms=0),
+            persona=PersonaConfig(folder / "kept", keep_mb=10, within_s=within_s),
+        )
+        self.box = Box(config, self.executor, MonotonicClock(), 2**30)
+        self._thread = threading.Thread(target=self.box.run, daemon=True)
+        self._thread.start()
+        for _ in range(2000):
+            if self.box.switchboard.ready:
+                break
+            self.never.wait(0.01)
+        self.client = ControlClient.connect(socket)
+        self._requests = 0
+
+    def ask(self, voice: str = "", persona: str = "") -> control.FromBox:
+        self._requests += 1
+        self.client.send(control.Join(self._requests, "test", "x", {}, voice, persona))
+        return self.next()
+
+    def next(self) -> control.FromBox:
+        message = self.client.receive(DEADLINE_S)
+        assert message is not None, "the box said nothing"
+        return message
+
+    def report(self) -> control.PersonaReport:
+        self.client.send(control.Status(99))
+        message = self.next()
+        assert isinstance(message, control.Report)
+        assert message.personas is not None
+        return message.personas
+
+    def talk(self, admitted: control.FromBox) -> None:
+        """Say one frame, the last, and wait until the call is over."""
+        assert isinstance(admitted, control.Admitted), admitted
+        channel = Channel.attach(admitted.channel)
+        assert channel.uplink.put(UplinkHeader(0, LAST, 1), np.zeros(1920, np.float32))
+        gone = self.next()
+        assert isinstance(gone, control.Gone), gone
+        channel.close()
+
+    def stop(self) -> None:
+        self.client.close()
+        self.box.drain()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the box did not stop"
+        assert not list(Path("/dev/shm").glob(f"dbx-{os.getpid()}-*"))
+
+
+@pytest.fixture
+def socket() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dbx-") as folder:  # tmp_path may be too long for one
+        yield Path(folder) / "control.sock"
+
+
+@pytest.fixture
+def talking(tmp_path: Path, socket: Path) -> Iterator[Talking]:
+    talking = Talking(tmp_path, socket)
+    yield talking
+    talking.stop()
+
+
+def test_a_call_is_answered_once_the_model_knows_who_it_is(talking: Talking) -> None:
+    welcome = talking.client.welcome
+    assert (welcome.takes_persona, welcome.voices) == (True, ("alto",))
+    talking.talk(talking.ask("alto", "Be kind"))
+    (told,) = talking.executor.told.values()
+    ids = np.frombuffer(told, np.int64)
+    assert ids[1:4].tolist() == VOICE[1:, 0].tolist()
+    found = talking.report()
+    assert (found.primed, found.priming, found.snapshot_misses) == (1, 0, 1)
+    assert found.spent_ns > found.longest_ns > 0
+    for _ in range(500):
+        if list((talking.folder / "kept").glob("*.snap")):
+            break
+        talking.never.wait(0.01)
+    talking.talk(talking.ask("alto", "Be kind"))
+    assert (talking.report().snapshot_hits, talking.report().rows) == (1, found.rows)
+    talking.talk(talking.ask())
+    calls = sorted(ledger.read_folder(talking.folder / "calls"), key=lambda c: c.header.session)
+    heads = [(c.header.voice, c.header.persona, c.header.prompt_frames) for c in calls]
+    assert heads == [("alto", "Be kind", len(ids))] * 2 + [("", "", 0)]
+    assert [len(call.ticks) for call in calls] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("voice", "persona", "says"),
+    [
+        ("tenor", "", "'tenor' is not a voice of echo; it has alto"),
+        ("../voices/alto", "", "is not a voice"),
+        ("", "Be kind. " * 50, "shorten the persona"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_sentence_and_costs_no_lease(
+    talking: Talking, voice: str, persona: str, says: str
+) -> None:
+    for _ in range(6):  # more than there are slots
+        found = talking.ask(voice, persona)
+        assert isinstance(found, control.Refused)
+        assert found.reason is Reason.FAULT
+        assert says in found.detail
+    talking.talk(talking.ask("alto"))
+
+
+def test_a_persona_longer_than_a_message_may_be_is_no_message(talking: Talking) -> None:
+    talking.client.send(control.Join(1, "test", "x", {}, "", "x" * (control.LONGEST_PERSONA + 1)))
+    with pytest.raises(control.BoxGone):
+        talking.next()
+    talking.client.close()
+    talking.client = ControlClient.connect(talking.socket)
+    talking.talk(talking.ask("alto"))
+
+
+def test_a_persona_that_ticks_leave_no_time_for_is_refused_for_time(
+    tmp_path: Path, socket: Path
+) -> None:
+    talking = Talking(tmp_path, socket, within_s=1)
+    desk = talking.box.loop.desk
+    assert desk is not None
+    desk.guard_ns = 80_000_000  # a guard as long as the period: there is never time
+    found = talking.ask("alto", "Be kind")
+    assert isinstance(found, control.Refused)
+    assert found.reason is Reason.TIME
+    assert "too little time to feed the persona within 1 s" in found.detail
+    desk.guard_ns = 10_000_000
+    talking.talk(talking.ask("alto", "Be kind"))
+    talking.stop()
+
+
+def test_a_line_that_vanishes_while_its_persona_is_fed_leaves_nothing(
+    tmp_path: Path, socket: Path
+) -> None:
+    talking = Talking(tmp_path, socket)
+    desk = talking.box.loop.desk
+    assert desk is not None
+    desk.guard_ns = 80_000_000
+    for _ in range(4):
+        talking.client.send(control.Join(1, "test", "x", {}, "alto", ""))
+    for _ in range(500):
+        if talking.box.switchboard.sessions == 4:
+            break
+        talking.never.wait(0.01)
+    talking.client.close()
+    for _ in range(500):
+        if not talking.box.switchboard.sessions:
+            break
+        talking.never.wait(0.01)
+    assert talking.box.switchboard.sessions == 0
+    desk.guard_ns = 10_000_000
+    talking.client = ControlClient.connect(socket)
+    talking.talk(talking.ask("alto"))
+    talking.stop()
