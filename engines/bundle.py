@@ -239,6 +239,8 @@ class GoldenSpec(_Strict, frozen=True):
     """Ticks each session of the batch has lived."""
     seed: int
     """Of the state these sessions have reached."""
+    ticks: int = 1
+    """How far the stage moves a session on: more than 1 only for rows of a prompt."""
 
 
 class Manifest(_Strict, frozen=True):
@@ -267,6 +269,11 @@ class Manifest(_Strict, frozen=True):
             if region.name == name:
                 return region
         raise KeyError(name)
+
+    def every_stage(self) -> tuple[StageSpec, ...]:
+        """The stages of a tick, then those of a prompt."""
+        asks = (self.prompt.prefill, self.prompt.opening) if self.prompt else ()
+        return (*self.stages, *asks)
 
     def session_bytes(self, ticks: int, page_bytes: int = 1) -> int:
         """Bytes of state one session owns ``ticks`` ticks into its call."""
@@ -368,7 +375,7 @@ def faults(manifest: Manifest) -> Iterator[str]:
             yield f"`$.files`: {name} leads out of the bundle"
         elif not name.isprintable():
             yield f"`$.files`: {name!r} is no name of a file"
-    names = {stage.name for stage in manifest.stages}
+    names = {stage.name for stage in manifest.every_stage()}
     for index, golden in enumerate(manifest.golden):
         if golden.stage not in names:
             yield f"`$.golden[{index}].stage`: there is no stage {golden.stage}"

@@ -47,10 +47,10 @@ def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[np.float
     return out
 
 
-def written_rows(region: RegionSpec, age: int) -> list[int]:
-    """Rows of a ring that the next tick of a session of this age writes, in order."""
+def written_rows(region: RegionSpec, age: int, ticks: int = 1) -> list[int]:
+    """Rows of a ring that the next ticks of a session of this age write, in order."""
     clock = region.clock
-    first, after = clock.position(age), clock.position(age + 1)
+    first, after = clock.position(age), clock.position(age + ticks)
     return [clock.row_of(position) for position in range(first, after)]
 
 

@@ -102,7 +102,7 @@ def build(
     elif prompted:
         _write_once(journal, TOKENIZER, lambda: tiny.tokenizer(config))
     regions = all_regions(graphs, config)
-    specs = _write_golden(source, graphs, journal, say)
+    specs = _write_golden(source, graphs, asks, journal, say)
     encode, temporal, depth, decode = (graph.spec for graph in graphs)
     prompts = _write_prompt(source, asks, voices, journal) if asks else None
     manifest = Manifest(
@@ -192,10 +192,15 @@ def _counted(
 
 
 def _write_golden(
-    source: Source, graphs: tuple[StageGraph, ...], journal: Journal, say: Say
+    source: Source,
+    graphs: tuple[StageGraph, ...],
+    asks: tuple[StageGraph, ...],
+    journal: Journal,
+    say: Say,
 ) -> tuple[GoldenSpec, ...]:
+    """Of the stages of a tick, of those of a prompt, and of a call, which has no prompt."""
     specs = []
-    for graph in graphs:
+    for graph in (*graphs, *asks):
         spec = golden.spec_of(graph, source)
         if not journal.has(spec.file):
             say(f"recording what {graph.name} answers, in float32")

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.bundle import NEXT, GoldenSpec, RegionSpec, TensorSpec
+from engines.bundle import NEXT, ROWS, GoldenSpec, RegionSpec, TensorSpec
 from engines.clocks import ClockKind
 from engines.golden import draw, is_drawn, written_rows
 from engines.noise import gumbel
 from export.hollow import Wide
-from export.models import tokens
 from export.models.streaming import State, fresh_state
 from export.models.transformer import RingAttention
+from export.prompt_stages import IS_EMBEDDED, POSITION, Prefill
 from export.source import Source
 from export.stages import (
     CODES,
@@ -66,15 +66,24 @@ CLOSE = 1e-5
 """Two candidates nearer than this, relative to the largest, are too close to call: float32 sums
 of a few thousand terms differ by some 1e-6 between two libraries."""
 TRIES = 8
+PROMPT_ROWS = 5
+"""Of a prompt, fed at once."""
+PROMPT_AGE = 40
+"""Rows that lie before them, if the window has room."""
 GREEDY = {TEMPERATURE: 0.0, TEXT_TEMPERATURE: 0.0}
 
 
 def spec_of(graph: StageGraph, source: Source) -> GoldenSpec:
     """Which sessions are recorded for a stage."""
+    file = f"{FOLDER}/{graph.name}.safetensors"
+    if isinstance(graph, Prefill):
+        # One session, whose rows must not straddle the end of its rings.
+        age = min(source.config.lm.context - PROMPT_ROWS, PROMPT_AGE)
+        return GoldenSpec(graph.name, file, (age,), SEED, PROMPT_ROWS)
     ticks = max((region.clock.ticks_until_full() for region in _regions(graph).values()), default=0)
     ticks = max(ticks, source.config.lm.token_rows)
     ages = (0, ticks - 1, WRAPS * ticks + 3)
-    return GoldenSpec(graph.name, f"{FOLDER}/{graph.name}.safetensors", ages, SEED)
+    return GoldenSpec(graph.name, file, ages, SEED)
 
 
 def record(graph: StageGraph, source: Source, spec: GoldenSpec) -> bytes:
@@ -102,7 +111,8 @@ def answer(
     drawn = _Drawn(spec, _regions(graph), inputs)
     with torch.no_grad(), _rings_cut(graph, spec), Wide(source.hollow):
         found = graph.run(drawn)
-    return {output.name: _plain(found[output.name.removesuffix(NEXT)]) for output in graph.outputs}
+    outputs = {spec.name: found[spec.name.removesuffix(NEXT)] for spec in graph.outputs}
+    return {name: _plain(_rows_only(name, x, graph, spec)) for name, x in outputs.items()}
 
 
 def record_call(graphs: tuple[StageGraph, ...], source: Source) -> bytes:
@@ -195,7 +205,11 @@ class _Drawn(dict[str, Tensor]):
         self.spec, self.regions = spec, regions
 
     def __missing__(self, name: str) -> Tensor:
-        return torch.from_numpy(draw(self.spec.seed, self.regions[name], self.spec.ages))
+        drawn = torch.from_numpy(draw(self.spec.seed, self.regions[name], self.spec.ages))
+        if self.spec.ticks == 1:
+            return drawn
+        # A prompt's rows see no ring row after their own, so rings of that length will do.
+        return drawn[:, :, : self.spec.ages[0] + self.spec.ticks].clone()
 
 
 def _inputs(graph: StageGraph, source: Source, spec: GoldenSpec, attempt: int) -> dict[str, Tensor]:
@@ -211,14 +225,16 @@ def _input(
     given: TensorSpec, region: RegionSpec | None, source: Source, spec: GoldenSpec, attempt: int
 ) -> Tensor:
     """Something a stage may well be given, for every session of ``spec``."""
-    lm, batch = source.config.lm, len(spec.ages)
+    lm = source.config.lm
+    batch = spec.ticks if given.shape[0] == ROWS else len(spec.ages)
     shape = (batch, *given.row_shape)
     generator = np.random.default_rng([attempt, *given.name.encode()])
-    if given.name in (tokens.OFFSET,) or (
-        region is not None and region.clock.kind is ClockKind.COUNTER
-    ):
-        assert region is not None, given
+    if region is not None and region.clock.kind is ClockKind.COUNTER:
         return torch.tensor([region.clock.position(age) for age in spec.ages])
+    if given.name == POSITION:
+        return torch.arange(batch) + spec.ages[0]
+    if given.name == IS_EMBEDDED:
+        return torch.arange(batch) % 2 == 1
     if given.name == PCM:
         return sound(shape, attempt)
     if given.name == NOISE:
@@ -285,7 +301,7 @@ def _rings_cut(graph: StageGraph, spec: GoldenSpec) -> Iterator[None]:
 
     def cut(module: Any, given: Any, result: tuple[Tensor, State]) -> tuple[Tensor, State]:
         y, rings = result
-        return y, {name: rows_of(x, regions[name], spec.ages) for name, x in rings.items()}
+        return y, {name: rows_of(x, regions[name], spec) for name, x in rings.items()}
 
     with ExitStack() as stack:
         for module in graph.modules():
@@ -294,14 +310,20 @@ def _rings_cut(graph: StageGraph, spec: GoldenSpec) -> Iterator[None]:
         yield
 
 
-def rows_of(ring: Tensor, region: RegionSpec, ages: tuple[int, ...]) -> Tensor:
-    """The rows a tick writes, of a ring (B, *shape) as it left it."""
-    return torch.stack(
-        [
-            ring[row].index_select(region.clock.axis, torch.tensor(written_rows(region, age)))
-            for row, age in enumerate(ages)
-        ]
-    )
+def rows_of(ring: Tensor, region: RegionSpec, spec: GoldenSpec) -> Tensor:
+    """The rows that were written, of a ring (B, *shape) as a stage left it."""
+    written = [torch.tensor(written_rows(region, age, spec.ticks)) for age in spec.ages]
+    axis = region.clock.axis
+    return torch.stack([ring[row].index_select(axis, at) for row, at in enumerate(written)])
+
+
+def _rows_only(name: str, found: Tensor, graph: StageGraph, spec: GoldenSpec) -> Tensor:
+    """Of a ring that attention has not cut already, the rows that were written."""
+    region = _regions(graph).get(name.removesuffix(NEXT))
+    if region is None or region.clock.kind is not ClockKind.RING or not is_drawn(region):
+        return found
+    is_cut = found.shape[1 + region.clock.axis] == int(spec.ticks * region.clock.rows_per_tick)
+    return found if is_cut else rows_of(found, region, spec)
 
 
 def _plain(tensor: Tensor) -> Tensor:

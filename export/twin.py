@@ -101,6 +101,9 @@ class Twin:
         if index not in self._sessions:
             options = ort.SessionOptions()
             options.log_severity_level = 3
+            # An arena would keep what a piece needed once, and there are dozens of pieces.
+            options.enable_cpu_mem_arena = self.is_whole
+            options.enable_mem_pattern = self.is_whole
             source = str(self.path) if self.is_whole else self._model(self.pieces[index])
             try:
                 self._sessions[index] = ort.InferenceSession(

@@ -24,6 +24,7 @@ from engines.clocks import ClockKind
 from engines.golden import draw, is_drawn, written_rows
 from export import golden
 from export.golden import IN, OUT
+from export.prompt_stages import prompt_graphs
 from export.source import Source
 from export.stages import CODES, NOISE, PCM, TEXT, USER_CODES, VALID, StageGraph, graphs_of
 from export.twin import PIECE_BYTES, Array, Twin, TwinFailed
@@ -67,7 +68,7 @@ def findings(
             is_failure=True,
         )
         return
-    stages = {stage.name: stage for stage in manifest.stages}
+    stages = {stage.name: stage for stage in manifest.every_stage()}
     twins = {spec.stage: Twin(bundle, stages[spec.stage], piece_bytes) for spec in manifest.golden}
     graphs: dict[str, StageGraph] = {}
     if reference is not None:
@@ -86,11 +87,16 @@ def findings(
             bundle, spec, twins[spec.stage], graphs.get(spec.stage), reference
         )
     if manifest.golden_call:
-        yield from _call_findings(bundle, twins, tuple(graphs.values()), reference, frames)
+        ticking = tuple(graphs[stage.name] for stage in manifest.stages if stage.name in graphs)
+        yield from _call_findings(bundle, twins, ticking, reference, frames)
 
 
 def _graphs(source: Source) -> tuple[StageGraph, ...]:
-    return graphs_of(source.config, source.mimi, source.lm, source.dtype)
+    """Those of a tick, then those of a prompt."""
+    ticking = graphs_of(source.config, source.mimi, source.lm, source.dtype)
+    if source.config.prompt is None:
+        return ticking
+    return (*ticking, *prompt_graphs(source.config, source.lm, source.dtype))
 
 
 def _same_checkpoint(bundle: Bundle, reference: Source) -> Iterator[Finding]:
@@ -182,7 +188,7 @@ class _Check:
         before, axis = draw(self.spec.seed, region, self.spec.ages), region.clock.axis
         rows = []
         for row, age in enumerate(self.spec.ages):
-            written = written_rows(region, age)
+            written = written_rows(region, age, self.spec.ticks)
             rows.append(np.take(ring[row], written, axis))
             index = [slice(None)] * ring[row].ndim
             for at in written:
