@@ -20,7 +20,9 @@ from appliance.calibration import calibrate, warm_up
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
 from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.notify import Notify
 from appliance.priming import PrimingDesk
+from appliance.realtime import ask_for_priority
 from appliance.reception import Reception
 from appliance.retention import Keep
 from appliance.step_model import StepSamples
@@ -36,11 +38,24 @@ SWITCH_S = 0.0005
 """How long another thread may hold the interpreter while the tick waits for it. Python's default
 is 5 ms, which is a sixteenth of a tick."""
 
+STOP_NS = 5 * NS_PER_S
+"""How long everything but the calls may take to stop: threads, files, sockets."""
+
+BEATS = 4
+"""How often per watchdog period the tick loop says that it turns."""
+
 
 class Box:
     """`run` in the main thread; `drain` from anywhere, signal handlers included."""
 
-    def __init__(self, config: Config, executor: Executor, clock: Clock, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        executor: Executor,
+        clock: Clock,
+        memory_bytes: int,
+        notify: Notify | None = None,
+    ) -> None:
         """Binds the socket and makes the ledger's folder; nothing runs yet.
 
         memory_bytes: what the state of all sessions may take, unless the config says.
@@ -49,6 +64,9 @@ class Box:
         timing = executor.bundle.manifest.timing
         self.executor = executor
         self._drain_ns = config.clock.drain_s * NS_PER_S
+        self._settle_ns = config.clock.settle_s * NS_PER_S
+        self._priority = config.clock.realtime_priority
+        self._notify = notify or Notify({})
         self._calibrate_ns = config.admission.calibrate_s * NS_PER_S
         self._samples = StepSamples()
         self._failure: BaseException | None = None
@@ -74,6 +92,9 @@ class Box:
             ring=ring,
             desk=desk,
         )
+        if self._notify.watchdog_ns is not None:
+            self.loop.beat = self._notify.alive
+            self.loop.beat_ticks = max(1, self._notify.watchdog_ns // BEATS // timing.period_ns)
         self.switchboard = Switchboard(
             path=config.control.socket,
             bundle=executor.bundle,
@@ -107,12 +128,15 @@ class Box:
             gc.freeze()
             self.switchboard.ready = True
             logger.info("ready: slots=%d", self.executor.slots)
+            self._notify.ready(f"{self.executor.slots} slots, {self.executor.bundle.path}")
+            ask_for_priority(self._priority)
             self.loop.run()
         finally:
             self.switchboard.stop()
             self.ledger.stop()
             self.reception.stop()
             self.switchboard.close()
+            self._notify.close()
             gc.unfreeze()
             sys.setswitchinterval(before)
         if self._failure is not None:
@@ -121,6 +145,7 @@ class Box:
     def drain(self) -> None:
         """Finish: refuse newcomers, let calls end, then stop. A second time: end calls now."""
         again = self.switchboard.draining
+        self._notify.stopping(self._drain_ns + self._settle_ns + STOP_NS)
         self.switchboard.drain(0 if again else self._drain_ns)
 
     def _stopping(self) -> bool:
@@ -139,7 +164,7 @@ def open_box(config: Config) -> Box:
     bundle = bundles.read(config.engine.bundle)
     available = available_memory_bytes()
     executor = open_executor(bundle, config.engine.slots or bundle.manifest.largest_batch)
-    return Box(config, executor, MonotonicClock(), available)
+    return Box(config, executor, MonotonicClock(), available, Notify())
 
 
 def open_executor(bundle: Bundle, slots: int) -> Executor:

@@ -47,6 +47,9 @@ class ClockConfig(_Table, frozen=True):
     """How long a line may take to say what became of a call's last frames."""
     drain_s: Annotated[int, Meta(ge=0, le=86_400)] = 30
     """How long calls may go on once the box was told to stop; then they are ended."""
+    realtime_priority: Annotated[int, Meta(ge=0, le=99)] = 10
+    """SCHED_FIFO priority of the tick thread, where the machine allows it; 0: an ordinary thread.
+    Above ordinary processes, below what the kernel and audio servers use for themselves (50)."""
 
 
 class ControlConfig(_Table, frozen=True):
@@ -164,6 +167,7 @@ lag_limit_frames = 4    # frames of a caller that may wait before the oldest are
 first_frame_s = 10      # how long an admitted caller may stay silent on the wire
 settle_s = 2            # how long a line may take to say what became of a call's last frames
 drain_s = 30            # how long calls may go on once the box was told to stop
+realtime_priority = 10  # of the tick thread, where the machine allows it; 0: none
 
 [control]
 socket = "/run/duplexbox/control.sock"    # where lines find the box

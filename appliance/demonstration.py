@@ -84,7 +84,7 @@ def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: 
     with tempfile.TemporaryDirectory(prefix="dbx-") as folder:
         config = Config(
             engine=EngineConfig(bundle.path, executor.slots),
-            clock=ClockConfig(drain_s=5),
+            clock=ClockConfig(drain_s=5, realtime_priority=0),
             control=ControlConfig(Path(folder) / "control.sock"),
             ledger=LedgerConfig(calls_folder),
             admission=AdmissionConfig(),

@@ -17,7 +17,7 @@ systemd starts it again. Decisions are in `scheduler`; who may come in is `admis
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,6 +149,9 @@ class TickLoop:
     """What each tick took, for admission's forecasts."""
     desk: PrimingDesk | None = None
     """None: this bundle's calls have no prompts."""
+    beat: Callable[[], None] | None = None
+    """Called after a turn, at most every `beat_ticks`: proof that we turn. Must not block."""
+    beat_ticks: int = 1
     stopping: bool = False
     """Set by another thread: return from `run` before the next tick."""
 
@@ -163,6 +166,7 @@ class TickLoop:
     _steps_ns: list[int] = field(init=False)
     _full_frames: int = field(init=False)
     """Age at which a session's state is at full retention."""
+    _beat_tick: int = 0
     _done_ns: int = 0
     """When the last tick was done: a late one's excess is not counted twice."""
 
@@ -206,6 +210,9 @@ class TickLoop:
         self._step(tick, max(0, self.grid.tick_at(now_ns) - tick))
         if self._priming:
             self._prime(tick)
+        if self.beat is not None and tick >= self._beat_tick:
+            self.beat()
+            self._beat_tick = tick + self.beat_ticks
         return tick + 1
 
     @property

@@ -55,7 +55,7 @@ class Running:
         self.executor = FakeExecutor(make_bundle(folder / "bundle"), 2, work)
         self.config = Config(
             engine=EngineConfig(folder / "bundle"),
-            clock=ClockConfig(drain_s=0, settle_s=1, first_frame_s=1),
+            clock=ClockConfig(drain_s=0, settle_s=1, first_frame_s=1, realtime_priority=0),
             control=ControlConfig(socket_path),
             ledger=LedgerConfig(folder / "calls"),
             admission=admission,
@@ -445,10 +445,14 @@ import sys
 from pathlib import Path
 from appliance import box, cli
 from appliance.clock import MonotonicClock
+from appliance.notify import Notify
 from tests.fakes import FakeExecutor, make_bundle
 folder = Path(sys.argv[1])
 executor = FakeExecutor(make_bundle(folder / "bundle"), 2)
-box.open_box = lambda config: box.Box(config, executor, MonotonicClock(), 2**30)
+if sys.argv[2:] == ["hang"]:
+    import time
+    executor.work = lambda batch: time.sleep(60 if (folder / "hang").exists() else 0)
+box.open_box = lambda config: box.Box(config, executor, MonotonicClock(), 2**30, Notify())
 sys.exit(cli.main(["serve", "--config", str(folder / "duplexbox.toml")]))
 """
 

@@ -1,0 +1,33 @@
+"""Real-time priority for the thread that ticks. The machine's decision, asked for once.
+
+SCHED_FIFO puts the tick thread ahead of every ordinary process when both want a core. It does not
+help against the interpreter lock, nor against other threads of that priority.
+"""
+
+import logging
+import os
+
+logger = logging.getLogger(__name__)
+
+
+def ask_for_priority(priority: int) -> bool:
+    """Give the calling thread SCHED_FIFO at ``priority``, 1 to 99; 0 asks for nothing.
+
+    Returns whether it was given. Where it is not allowed the box runs all the same, with one line
+    in the log that says what would allow it.
+    """
+    if priority == 0:
+        return False
+    try:
+        # Threads and processes that the tick thread might start do not inherit it.
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(priority))
+    except (OSError, AttributeError) as err:
+        logger.info(
+            "the tick thread has no real-time priority: %s. It needs LimitRTPRIO=%d in its unit, "
+            "or CAP_SYS_NICE; [clock] realtime_priority = 0 does without",
+            getattr(err, "strerror", None) or err,
+            priority,
+        )
+        return False
+    logger.info("the tick thread has real-time priority %d", priority)
+    return True
