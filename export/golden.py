@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.bundle import NEXT, ROWS, GoldenSpec, RegionSpec, TensorSpec
 from engines.clocks import ClockKind
 from engines.golden import draw, is_drawn, written_rows
-from engines.noise import gumbel
 from export.hollow import Wide
 from export.models.streaming import State, fresh_state
 from export.models.transformer import RingAttention
@@ -238,9 +237,7 @@ def _input(
     if given.name == PCM:
         return sound(shape, attempt)
     if given.name == NOISE:
-        noise = np.empty(shape, np.float32)
-        gumbel(np.arange(batch) + 1000 * attempt, np.array(spec.ages), noise)
-        return torch.from_numpy(noise)
+        return torch.from_numpy(generator.gumbel(size=shape).astype(np.float32))
     if given.name in _SETTINGS:
         assert region is not None, given
         first, others, last = _SETTINGS[given.name]

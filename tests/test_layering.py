@@ -26,7 +26,8 @@ ALLOWED = {
     "engines": ("engines",),
     "export": (
         "export",
-        *("engines.bundle", "engines.clocks", "engines.plans"),  # formats, and what follows
+        # formats, and what follows
+        *("engines.bundle", "engines.clocks", "engines.golden", "engines.plans"),
         "engines.machine",  # what can be built here depends on what is here
     ),
     "appliance": ("appliance", "engines"),
