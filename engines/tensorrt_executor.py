@@ -12,7 +12,7 @@ fake driver and a fake run-time.
 import dataclasses
 from collections.abc import Callable
 
-from engines import cuda, cuda_executor, machine, tensorrt_stages
+from engines import cuda, cuda_executor, gpu, machine, tensorrt_stages
 from engines.cuda_executor import CudaExecutor
 from engines.program import Step
 from engines.tensorrt_stages import TensorrtStages
@@ -22,7 +22,7 @@ class TensorrtExecutor(CudaExecutor):
     """`executor.Executor` on a GPU, through plans. One thread uses it: the one that made it."""
 
     def _open_device(self) -> cuda.Device:
-        return cuda_executor.open_gpu(self.options.ordinal)
+        return gpu.open_gpu(self.options.ordinal)
 
     def _open_stages(self) -> None:
         """Raises `plans.PlansError` when there are no plans for this GPU, or `PlanFailed`."""

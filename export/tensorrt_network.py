@@ -323,7 +323,8 @@ def configure(trt: Any, builder: Any, network: Any, wanted: Wanted) -> Settings:
         for index in range(network.num_inputs):
             tensor = network.get_input(index)
             sizes = (profile.smallest, profile.likeliest, profile.largest)
-            shapes.set_shape(tensor.name, *(_filled(tensor, size) for size in sizes))
+            smallest, likeliest, largest = (_filled(tensor, size) for size in sizes)
+            shapes.set_shape(tensor.name, smallest, likeliest, largest)
         if config.add_optimization_profile(shapes) != len(made):
             raise NetworkDiffers(f"profile {profile} was not accepted")
         made.append(shapes)

@@ -4,7 +4,6 @@ import base64
 import inspect
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ import pytest
 import tensorrt_lean
 import tensorrt_rtx
 
-from engines import bundle, cuda_executor, plans, tensorrt_stages
+from engines import bundle, cuda_executor, gpu, plans, tensorrt_stages
 from engines.bundle import NEXT, Bundle
 from engines.cuda_executor import CudaOptions
 from engines.ort_executor import OrtExecutor
@@ -28,6 +27,7 @@ from tests.engines import fake_driver, fake_tensorrt, toy
 from tests.engines.fake_driver import FakeDriver
 from tests.engines.plan_samples import plans_of
 from tests.engines.test_cuda_executor import run_calls
+from tests.tensorrt_api import Api, Use, describe, fault, forms, uses
 
 EAGER = CudaOptions(graphs=False)
 LARGEST = 4
@@ -129,7 +129,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     def refuse(ordinal: int) -> object:
         raise AssertionError("asked for ONNX Runtime's CUDA provider")
 
-    monkeypatch.setattr(cuda_executor, "open_gpu", lambda _: fake_driver.FakeDevice(driver))
+    monkeypatch.setattr(gpu, "open_gpu", lambda _: fake_driver.FakeDevice(driver))
     monkeypatch.setattr(cuda_executor, "open_device", refuse)
     monkeypatch.setattr(tensorrt_stages, "load_module", lambda flavour: fake_tensorrt)
     yield driver
@@ -360,7 +360,16 @@ def test_a_missing_run_time_is_named_with_the_command(monkeypatch: pytest.Monkey
         tensorrt_stages.load_module("tensorrt_rtx")
 
 
-ONLY_RTX = {
+OWNERS = {
+    "_runtime": "Runtime",
+    "engine": "ICudaEngine",
+    "config": "IRuntimeConfig",
+    "context": "IExecutionContext",
+    "cache": "IRuntimeCache",
+}
+"""Name of a variable or field in `tensorrt_stages` -> the class it holds."""
+
+ONLY_RTX: dict[str, set[str] | None] = {
     "IRuntimeCache": None,
     "IRuntimeConfig": {
         "create_runtime_cache",
@@ -373,25 +382,6 @@ ONLY_RTX = {
     "CudaGraphStrategy": None,
 }
 """What `tensorrt_stages` asks for with hasattr, or only after having found it; None: the class."""
-
-
-def overloads(function: Any) -> list[list[str]]:
-    """Argument names of every form a pybind11 function has, from its own docstring."""
-    name, found = function.__name__, []
-    for line in (function.__doc__ or "").splitlines():
-        match = re.match(rf"(?:\d+\. )?{re.escape(name)}\((.*)\) -> ", line.strip())
-        if match and not match[1].startswith("*args"):
-            depth, names, word = 0, [], ""
-            for letter in match[1] + ",":
-                depth += letter in "[(<"
-                depth -= letter in "])>"
-                if letter == "," and depth == 0:
-                    names.append(word.partition(":")[0].strip())
-                    word = ""
-                else:
-                    word += letter
-            found.append([n for n in names if n != "self"])
-    return found
 
 
 def members(cls: type) -> dict[str, Any]:
@@ -408,55 +398,61 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize("real", [tensorrt_rtx, tensorrt_lean], ids=lambda module: module.__name__)
+@pytest.fixture(scope="module")
+def apis() -> dict[str, Api]:
+    return {module.__name__: describe(module) for module in (tensorrt_rtx, tensorrt_lean)}
+
+
+@pytest.mark.parametrize("module", ["tensorrt_rtx", "tensorrt_lean"])
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_the_fake_has_the_names_and_arguments_of_the_real_run_time(
-    cls: type, real: ModuleType
+    apis: dict[str, Api], cls: type, module: str
 ) -> None:
-    lacks = ONLY_RTX.get(cls.__name__, set()) if real is tensorrt_lean else set()
+    api = apis[module]
+    lacks = ONLY_RTX.get(cls.__name__, set()) if module == "tensorrt_lean" else set()
     if lacks is None:
-        assert not hasattr(real, cls.__name__), "the other flavour has it now: use it"
+        assert cls.__name__ not in api, "the other flavour has it now: use it"
         return
-    theirs = getattr(real, cls.__name__)
+    theirs = api[cls.__name__]
     for name, ours in members(cls).items():
         if name in lacks:
-            assert not hasattr(theirs, name), f"{name}: the other flavour has it now: use it"
+            assert name not in theirs, f"{name}: the other flavour has it now: use it"
             continue
-        assert hasattr(theirs, name), f"{cls.__name__}.{name}"
+        assert name in theirs, f"{cls.__name__}.{name}"
         if inspect.isfunction(ours):
             wanted = [n for n in inspect.signature(ours).parameters if n != "self"]
-            assert wanted in overloads(getattr(theirs, name)), (name, wanted)
+            assert wanted in [form.names for form in forms(name, theirs[name])], (name, wanted)
 
 
-def test_the_comparison_sees_a_wrong_name_and_a_wrong_argument() -> None:
-    real = tensorrt_rtx.IExecutionContext
-    assert not hasattr(real, "enqueue_v3")
-    assert overloads(real.set_tensor_address) == [["name", "memory"]]
-    assert ["runtime_config"] in overloads(tensorrt_rtx.ICudaEngine.create_execution_context)
-    assert ["strategy"] in overloads(tensorrt_rtx.ICudaEngine.create_execution_context)
+@pytest.mark.parametrize("module", ["tensorrt_rtx", "tensorrt_lean"])
+def test_everything_the_executor_uses_exists_with_these_arguments(
+    apis: dict[str, Api], module: str
+) -> None:
+    source = Path(tensorrt_stages.__file__).read_text()
+    found = uses(source, OWNERS)
+    assert {use.attribute for use in found if use.owner == "IExecutionContext"} >= {
+        "execute_async_v3",
+        "infer_shapes",
+        "set_device_memory",
+        "set_input_shape",
+        "set_optimization_profile_async",
+        "set_tensor_address",
+    }
+    wrong = [fault(use, apis[module]) for use in found if not is_only_rtx(use, module)]
+    assert [line for line in wrong if line] == []
 
 
-def test_attributes_that_are_set_exist_in_the_real_run_time() -> None:
-    """Python would let a fake take any attribute; pybind11 classes have them as properties."""
+def is_only_rtx(use: Use, module: str) -> bool:
+    if module == "tensorrt_rtx":
+        return False
+    names = ONLY_RTX.get(use.owner or use.attribute, set())
+    return names is None or use.attribute in names
+
+
+def test_what_the_executor_sets_are_properties_of_the_real_run_time() -> None:
+    """Python lets a fake take any attribute, and lets a typo pass."""
     for name in ("dynamic_shapes_kernel_specialization_strategy", "cuda_graph_strategy"):
         assert isinstance(vars(tensorrt_rtx.IRuntimeConfig)[name], property)
     for name in ("num_io_tensors", "num_optimization_profiles"):
-        for module in (tensorrt_rtx, tensorrt_lean):
-            assert isinstance(vars(module.ICudaEngine)[name], property)
-
-
-def test_the_file_calls_nothing_the_fake_does_not_have() -> None:
-    """So that every call of TensorRT in the executor is one that was compared above."""
-    source = Path(tensorrt_stages.__file__).read_text()
-    known = {name for cls in CLASSES for name in members(cls)} | {c.__name__ for c in CLASSES}
-    for word in re.findall(r"trt\.([A-Za-z_]+)", source):
-        assert word in known | {"__name__", "__version__", "_Log"}, word
-    for owner in ("engine", "context", "config", "cache", "_runtime"):
-        for word in re.findall(rf"\b{owner}\.([a-z_0-9]+)", source):
-            attributes = {
-                "num_io_tensors",
-                "num_optimization_profiles",
-                "dynamic_shapes_kernel_specialization_strategy",
-                "cuda_graph_strategy",
-            }
-            assert word in known | attributes, (owner, word)
+        for real in (tensorrt_rtx, tensorrt_lean):
+            assert isinstance(vars(real.ICudaEngine)[name], property)

@@ -224,7 +224,7 @@ def test_a_crash_of_the_builder_is_a_sentence(demo: Bundle) -> None:
 def test_an_operator_tensorrt_lacks_names_stage_and_node(demo: Bundle) -> None:
     path = demo.path / "stages/mimi_encode.onnx"
     model = onnx.load(path, load_external_data=False)
-    node = next(node for node in model.graph.node if node.op_type == "Elu")
+    node = next(node for node in model.graph.node if node.op_type == "Cos")
     node.op_type, odd = "Det", node.output[0]
     node.ClearField("attribute")
     onnx.save(model, path)
