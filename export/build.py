@@ -85,6 +85,8 @@ def build(
     Raises `FolderTaken` when ``out`` holds something else, `DiskFull` before writing weights.
     """
     config = source.config
+    if voices and config.prompt is None:
+        raise prompt.VoiceError(f"{config.name} takes no voices; leave --voices out")
     assert len(source.pieces) == config.lm.text_card, (len(source.pieces), config.lm.text_card)
     journal = Journal(out, made_from(source, largest_batch, voices))
     if journal.note:

@@ -13,6 +13,8 @@ from pathlib import Path
 from engines import bundle, machine
 from export import plan_progress, show, targets
 
+VOICE_FILES = (".wav", ".pt")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return its exit code (0 done, 1 a check failed, 2 usage)."""
@@ -47,6 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     build.add_argument(
         "--context", type=int, help="ticks attention sees (default: as the checkpoint says)"
+    )
+    build.add_argument(
+        "--pin-persona",
+        type=int,
+        default=0,
+        metavar="TICKS",
+        help="first ticks of a call that attention never forgets, out of its context (0: as "
+        "published, a persona slides out once the context is full)",
+    )
+    build.add_argument(
+        "--voices",
+        type=Path,
+        metavar="DIR",
+        help="recordings (.wav) or published voices (.pt) that callers may name",
     )
     build.add_argument("--seed", type=int, default=0, help="of a seeded model's weights")
     build.set_defaults(run=run_build)
@@ -161,18 +177,38 @@ def build_bundle(args: argparse.Namespace) -> int:
     if Path(args.model).is_dir() and args.model not in source.SEEDED:
         for line in checkpoint.lines(checkpoint.open_checkpoint(Path(args.model))):
             print(line)
-    model = source.open_source(args.model, seed=args.seed, dtype=args.dtype, context=args.context)
+    model = source.open_source(
+        args.model,
+        seed=args.seed,
+        dtype=args.dtype,
+        context=args.context,
+        pinned=args.pin_persona,
+    )
     bar = seed_progress.Bar(sys.stderr.isatty())
     written = build.build(
         model,
         args.out,
         largest_batch=batches,
+        voices=voices_in(args.voices),
         progress=lambda *now: print(bar.update(*now), end="", file=sys.stderr, flush=True),
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
     )
     for line in show.lines(written.manifest):
         print(line)
     return 0
+
+
+def voices_in(folder: Path | None) -> dict[str, Path]:
+    """Voices by name: the .wav and .pt files of ``folder``. Raises ValueError if there is none."""
+    if folder is None:
+        return {}
+    found = {path.stem: path for path in sorted(folder.glob("*")) if path.suffix in VOICE_FILES}
+    if not found:
+        raise ValueError(
+            f"--voices {folder} holds no {' or '.join(VOICE_FILES)} file. "
+            f"Record a few seconds of one person, or unpack voices.tgz of the checkpoint there"
+        )
+    return found
 
 
 def run_verify(args: argparse.Namespace) -> int:

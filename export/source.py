@@ -74,14 +74,14 @@ class Source:
         return sha256_of(self.named())
 
 
-def from_seed(name: str, seed: int, dtype: Precision | None = None) -> Source:
+def from_seed(name: str, seed: int, dtype: Precision | None = None, *, pinned: int = 0) -> Source:
     """A small model by name (`tiny.MODELS`). Raises SourceError when there is none."""
     if name not in tiny.MODELS:
         raise SourceError(
             f"{name} is neither a folder nor a seeded model ({', '.join(sorted(tiny.MODELS))}). "
             "Name a checkpoint's folder, or make one: duplexbox export seed-checkpoint moshiko"
         )
-    config = tiny.MODELS[name]
+    config = _pin(tiny.MODELS[name], pinned)
     mimi, lm = tiny.seeded(config, seed)
     made_from = {"model": name, "seed": str(seed)}
     notice = UNTRAINED.format(seed=seed)
@@ -114,7 +114,11 @@ def from_modules(
         pieces=pieces,
         trained=trained,
         notice=notice,
-        made_from={"dtype": dtype or "float32", "context": str(config.lm.context)},
+        made_from={
+            "dtype": dtype or "float32",
+            "context": str(config.lm.context),
+            "pinned": str(config.lm.pinned),
+        },
         named=lambda: _prefixed(sorted(mimi.state_dict().items()), sorted(stored.items())),
     )
 
@@ -146,6 +150,7 @@ def from_checkpoint(found: Checkpoint, dtype: Precision | None = None) -> Source
             "checkpoint": found.fingerprint().sha256,
             "dtype": kind,
             "context": str(found.config.lm.context),
+            "pinned": str(found.config.lm.pinned),
         },
         named=lambda: _prefixed(found.mimi.tensors(), found.lm.tensors()),
         tokenizer=found.text_tokenizer,
@@ -153,19 +158,28 @@ def from_checkpoint(found: Checkpoint, dtype: Precision | None = None) -> Source
 
 
 def open_source(
-    model: str, *, seed: int = 0, dtype: Precision | None = None, context: int | None = None
+    model: str,
+    *,
+    seed: int = 0,
+    dtype: Precision | None = None,
+    context: int | None = None,
+    pinned: int = 0,
 ) -> Source:
-    """``model``: a folder, or the name of a seeded model. Raises SourceError, CheckpointError."""
+    """``model``: a folder, or the name of a seeded model. pinned: first ticks attention keeps.
+
+    Raises SourceError, CheckpointError.
+    """
     if model in tiny.MODELS:
         if context is not None:
             raise SourceError(
                 f"--context changes a checkpoint's window; the seeded model {model} has its own "
                 f"({tiny.MODELS[model].lm.context}). Leave it out"
             )
-        return from_seed(model, seed, dtype)
+        return from_seed(model, seed, dtype, pinned=pinned)
     if not Path(model).exists():
         return from_seed(model, seed, dtype)  # says what there is
-    return from_checkpoint(checkpoint.open_checkpoint(Path(model), context=context), dtype)
+    found = checkpoint.open_checkpoint(Path(model), context=context)
+    return from_checkpoint(replace(found, config=_pin(found.config, pinned)), dtype)
 
 
 def open_like(model: str, manifest: Manifest, *, seed: int = 0) -> Source:
@@ -181,7 +195,18 @@ def open_like(model: str, manifest: Manifest, *, seed: int = 0) -> Source:
         )
     dtype: Precision = given["dtype"]  # type: ignore[assignment]
     context = None if model in tiny.MODELS else int(given["context"])
-    return open_source(model, seed=seed, dtype=dtype, context=context)
+    pinned = int(given.get("pinned", "0"))
+    return open_source(model, seed=seed, dtype=dtype, context=context, pinned=pinned)
+
+
+def _pin(config: ModelConfig, pinned: int) -> ModelConfig:
+    """``config`` with the first ``pinned`` ticks of a call kept out of its window's turning."""
+    if not 0 <= pinned < config.lm.context:
+        raise SourceError(
+            f"--pin-persona {pinned}: the window of {config.name} is {config.lm.context} ticks, "
+            f"and some of it must be left to the call. Name 0 to {config.lm.context - 1}"
+        )
+    return replace(config, lm=replace(config.lm, pinned=pinned))
 
 
 def sha256_of(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,6 +1,7 @@
 """A prompt on ONNX Runtime against ticks in torch that were told the same, and the call after."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -12,9 +13,11 @@ from engines.noise import gumbel
 from engines.ort_executor import OrtExecutor
 from engines.ort_prefill import OrtPrimer
 from engines.prefill import Prompt, chunk_rows, make_prompt
-from export import tiny
+from export import build, tiny
+from export.models.config import ModelConfig
 from export.models.tokens import OFFSET, TOKENS
 from export.prompt_stages import forced_tick, prompt_graphs
+from export.source import open_source
 from export.stages import NOISE, TEXT_TEMPERATURE
 from export.tiny import PERSONA_MICRO
 from tests.export.calls import GREEDY, SEED, TorchCalls, speech
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.torch
 CONFIG = PERSONA_MICRO.lm
 SAMPLES = PERSONA_MICRO.mimi.samples_per_frame
 ROWS = 40
+PINNED = 20
 TICKS = 5 * CONFIG.context
 RINGS = [f"temporal.layers.{layer}.{kv}" for layer in range(CONFIG.layers) for kv in "kv"]
 
@@ -49,9 +53,17 @@ def feed(primer: OrtPrimer, slot: int, prompt: Prompt, most: int) -> list[int]:
     return chunks
 
 
-def expected_calls(prompt: Prompt, settings: dict[str, float]) -> TorchCalls:
+@pytest.fixture(scope="module")
+def pinned_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    source = open_source("personaplex-micro", seed=SEED, pinned=PINNED)
+    return build.build(source, tmp_path_factory.mktemp("bundles") / "pinned", largest_batch=1)
+
+
+def expected_calls(
+    prompt: Prompt, settings: dict[str, float], config: ModelConfig = PERSONA_MICRO
+) -> TorchCalls:
     """Session 0 after ``prompt``: every row by the plain tick of `forced_tick`."""
-    calls = TorchCalls(PERSONA_MICRO, SEED)
+    calls = TorchCalls(config, SEED)
     calls.join(0, settings)
     state = calls.sessions[0]
     vectors: Iterator[torch.Tensor] = iter(torch.from_numpy(prompt.embedded))
@@ -123,8 +135,9 @@ def test_a_call_with_a_prompt_says_what_personaplex_would_one_tick_earlier(
     lm = tiny.seeded(PERSONA_MICRO, SEED)[1]
     theirs = personaplex(lm, torch.tensor(heard), prompt.frames.tolist())
     # What they say first is the end of the prompt; ours begins with the model's own first frame.
-    assert theirs[ROWS] is not None
-    assert theirs[ROWS][1:9] == prompt.frames[-1, 1:9].tolist()
+    first = theirs[ROWS]
+    assert first is not None
+    assert first[1:9] == prompt.frames[-1, 1:9].tolist()
     for tick in range(ticks - 1):
         frame = theirs[ROWS + tick + 1]
         assert frame is not None
@@ -193,3 +206,31 @@ def test_nothing_of_a_former_tenant_is_left_in_a_primed_slot(persona_bundle: Bun
         poisoned.step(2)
     assert np.isnan(poisoned.wire("hidden")).all()
     assert listen(poisoned) == listen(clean)
+
+
+@pytest.mark.parametrize("rows", [PINNED + 7, PINNED - 7])
+def test_a_pinned_persona_stays_through_five_wraps_of_a_call(
+    pinned_bundle: Bundle, rows: int
+) -> None:
+    turning = CONFIG.context - PINNED
+    ticks = CONFIG.context - rows + 5 * turning
+    prompt = prompt_of(pinned_bundle, rows=rows)
+    pinned = replace(PERSONA_MICRO, lm=replace(CONFIG, pinned=PINNED))
+    calls = expected_calls(prompt, GREEDY, pinned)
+    executor = OrtExecutor(pinned_bundle, 1)
+    primer = OrtPrimer(executor)
+    feed(primer, 0, prompt, 7)
+    primer.settle(0, 0, GREEDY, primer.open(0, prompt, GREEDY))
+    before = {}
+    for tick, frame in enumerate(speech(5, ticks, 1, SAMPLES)):
+        if rows + tick == CONFIG.context:
+            before = {name: executor.region(name)[0, 0, :PINNED].copy() for name in RINGS}
+        executor.audio_in[:1] = frame.numpy()
+        executor.step(1)
+        named = calls.step(frame)
+        for name in ("codes", "text"):
+            found = executor.wire(name)[:1]
+            np.testing.assert_array_equal(found, named[name].numpy(), f"{name} at {tick}")
+    for name in RINGS:
+        np.testing.assert_array_equal(executor.region(name)[0, 0, :PINNED], before[name])
+    assert {r.clock.pinned for r in pinned_bundle.manifest.regions if r.name in RINGS} == {PINNED}
