@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engines import bundle
 
 if TYPE_CHECKING:
-    from engines import bench
+    from engines import bench, cuda_executor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = verbs.add_parser("bench", help="time every stage and the tick, batch by batch")
     bench.add_argument("bundle", type=Path)
     bench.add_argument(
-        "--executor", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)"
+        "--executor",
+        choices=("cpu", "cuda", "tensorrt"),
+        default="cpu",
+        help="what runs the stages (default: %(default)s)",
     )
     bench.add_argument("--batches", default="1,4", help="batch sizes (default: %(default)s)")
     bench.add_argument(
@@ -124,14 +127,26 @@ def _open_executor(
 
     rate = gpu.copy_rate()
     options = cuda_executor.CudaOptions(batches=batches, graphs=not args.eager)
-    executor = cuda_executor.CudaExecutor(opened, max(batches), options)
+    executor = _gpu_executor(args.executor, opened, max(batches), options)
     memory = executor.memory()
     how = "eager" if args.eager else f"graphs of {executor.nodes(max(batches))} nodes"
     about = (
-        f"{executor.device.name}, ONNX Runtime CUDA, {how}, copies at {rate / 1e6:.2f} TB/s, "
+        f"{executor.device.name}, {executor.runs_on}, {how}, copies at {rate / 1e6:.2f} TB/s, "
         f"{memory.device_used / 1e9:.1f} GB used after start-up"
     )
     return executor, about, rate
+
+
+def _gpu_executor(
+    name: str, opened: bundle.Bundle, slots: int, options: "cuda_executor.CudaOptions"
+) -> "cuda_executor.CudaExecutor":
+    if name == "tensorrt":
+        from engines.tensorrt_executor import TensorrtExecutor
+
+        return TensorrtExecutor(opened, slots, options)
+    from engines.cuda_executor import CudaExecutor
+
+    return CudaExecutor(opened, slots, options)
 
 
 def _floor(load: "bench.Load") -> str:

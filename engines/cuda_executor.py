@@ -89,6 +89,9 @@ class CudaOptions:
 class CudaExecutor:
     """`executor.Executor` on a GPU. One thread uses it: the one that made it."""
 
+    runs_on = "ONNX Runtime CUDA"
+    """What computes the stages, for reports."""
+
     def __init__(self, bundle: Bundle, slots: int, options: CudaOptions | None = None) -> None:
         """Load every stage, lay out state for ``slots`` sessions and capture every batch.
 

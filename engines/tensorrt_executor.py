@@ -30,6 +30,7 @@ class TensorrtExecutor(CudaExecutor):
         here = machine.with_gpu(self.device.name, f"{major}.{minor}")
         opened = tensorrt_stages.open_plans(self.bundle, here, self.slots)
         trt = tensorrt_stages.load_module(opened.plans.flavour)
+        self.runs_on = f"{trt.__name__} {trt.__version__}"
         self._stages = TensorrtStages(trt, self.bundle, opened, self.stream)
         self._closing.callback(self._stages.close)
 

@@ -153,6 +153,7 @@ def test_scratch_is_shared_and_the_largest_any_profile_needs(
     executor = TensorrtExecutor(opened, 2, EAGER)
     assert executor._stages.scratch_bytes == LARGEST * fake_tensorrt.SCRATCH_BYTES
     assert executor._stages.weights_bytes == 16
+    assert executor.runs_on == f"{fake_tensorrt.__name__} {fake_tensorrt.__version__}"
     base = super(TensorrtExecutor, executor).memory().whole
     assert executor.memory().whole == base + LARGEST * fake_tensorrt.SCRATCH_BYTES
     executor.close()
