@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument(
         "--eager", action="store_true", help="cuda: stage by stage instead of one graph"
     )
+    bench.add_argument(
+        "--peer", choices=("moshi",), help="then time the published package here, and compare"
+    )
     bench.add_argument("--no-hashes", action="store_true", help="trust the bundle's files")
     bench.add_argument("--json", action="store_true", help="for another program")
     bench.add_argument("--plot", type=Path, metavar="SVG", help="draw tick time over the batch")
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from engines import bench, bench_plot
+    from engines import bench, bench_peer, bench_plot
 
     batches, fills = batch_list(args.batches), fill_list(args.fill)
     if args.ticks < 1:
@@ -72,20 +75,22 @@ def run_bench(args: argparse.Namespace) -> int:
             if not args.json:
                 print("\n".join(bench.table(timings[-len(executor.stage_names()) - 1 :])))
                 print(_floor(loads[-1]), flush=True)
+    executor.close()  # the peer needs the memory
     title = f"{args.bundle} on {about}, {args.ticks} ticks each"
+    peer = bench_peer.run(batches, args.ticks, args.executor) if args.peer else None
     if args.json:
         found = {
             "about": title,
             "timings": [dataclasses.asdict(timing) for timing in timings],
             "loads": [dataclasses.asdict(load) for load in loads],
+            "peer": [dataclasses.asdict(row) for row in peer] if peer else None,
         }
         print(json.dumps(found, indent=1))
     else:
-        print(title)
+        print("\n".join([title, *bench_peer.compared(timings, peer or ())]))
     if args.plot:
         period_us = opened.manifest.timing.period_ns / 1e3
         args.plot.write_text(bench_plot.plot(timings, loads, period_us, title))
-    executor.close()
     return 0
 
 
