@@ -100,6 +100,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     ledger.add_argument("--csv", type=Path, metavar="FILE.csv", help="every frame, one a line")
     ledger.set_defaults(run=run_ledger)
 
+    replay = verbs.add_parser("replay", help="run a recorded call again and compare it")
+    replay.add_argument("call", type=Path, help="the call's file in the ledger's folder")
+    replay.add_argument(
+        "--journal", type=Path, required=True, metavar="FILE", help="what its line kept"
+    )
+    replay.add_argument("--bundle", type=Path, metavar="DIR", help="default: as the call has it")
+    for name, help_ in (("from", "compare from here"), ("to", "compare up to here")):
+        replay.add_argument(
+            f"--{name}", type=_seconds, dest=f"{name}_s", metavar="S", help=f"{help_}, such as 30s"
+        )
+    replay.add_argument("--out", type=Path, metavar="FILE.wav", help="what the model says in it")
+    replay.add_argument("--json", action="store_true", help="for another program")
+    replay.set_defaults(run=run_replay)
+
     init = verbs.add_parser("init", help="write a config with every setting and its default")
     init.add_argument("path", nargs="?", default="duplexbox.toml", help="- for stdout")
     init.set_defaults(run=run_init)
@@ -269,6 +283,50 @@ def _show_calls(args: argparse.Namespace, unreadable: "list[LedgerError]") -> in
             for call in calls:
                 print("", *views.call_text(call), sep="\n")
     return 1 if summary.unexplained else 0
+
+
+def _seconds(text: str) -> float:
+    """ "30s" or "30" -> 30.0."""
+    value = float(text.removesuffix("s"))
+    if not 0 <= value < 1e9:
+        raise ValueError(text)
+    return value
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    import contextlib
+    import dataclasses
+    import json
+
+    from appliance import journal, ledger, replay
+    from appliance.box import open_executor
+    from appliance.lines.wav import WavError, WavWriter
+    from engines import bundle as bundles
+    from engines.bundle import BundleError
+
+    try:
+        call = ledger.read_call(args.call)
+        steps = replay.plan(call, journal.read(args.journal))
+        period_ns = call.header.period_ns
+        first, last = replay.frames_between(period_ns, args.from_s, args.to_s, len(call.ticks))
+        bundle = bundles.read(args.bundle or Path(call.header.bundle))
+        executor = open_executor(bundle, max((step.batch for step in steps), default=1))
+        with contextlib.ExitStack() as stack:
+            hear = None
+            if args.out:
+                rate_hz = bundle.manifest.timing.sample_rate_hz
+                hear = stack.enter_context(WavWriter(args.out, rate_hz)).write
+            found = replay.run(executor, call, steps, first, last, hear)
+    except (ledger.LedgerError, journal.JournalError, replay.ReplayError, WavError) as err:
+        return _fail(args, err, 2)
+    except BundleError as err:
+        return _fail(args, err, 1)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found)))
+    else:
+        for line in replay.text(found, period_ns):
+            print(line)
+    return 0 if found.is_equal else 1
 
 
 def run_init(args: argparse.Namespace) -> int:

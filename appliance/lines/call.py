@@ -38,6 +38,7 @@ from appliance.frame_ring import (
     Receipt,
     UplinkHeader,
 )
+from appliance.journal import SUFFIX, Head, JournalError, JournalWriter
 from appliance.lines.playout import Playout
 from appliance.lines.recording import Recording
 from appliance.lines.source import WavSource
@@ -80,6 +81,8 @@ class CallPlan:
     """Who the model is to be, in words."""
     voice: str = ""
     """One of the bundle's voices, by name."""
+    journal: bool = False
+    """Keep what is needed to replay the call; it holds what was said."""
 
 
 class State(enum.Enum):
@@ -158,12 +161,14 @@ class Call:
         """Why the call did not go as it should; empty if it did."""
         self._grid = TickGrid(welcome.t0_ns, welcome.period_ns)
         self._out = out
+        self._model = welcome.model
         self._reader = reader
         self._rate_hz = welcome.sample_rate_hz
         self._samples = welcome.samples_per_frame
         self._source = WavSource(reader, self._rate_hz, self._samples)
         self._transcript = Transcript(pieces, welcome.silent_ids)
         self._recording: Recording | None = None
+        self._journal: JournalWriter | None = None
         self._channel: Channel | None = None
         self._playout: Playout[tuple[DownlinkHeader, NDArray[np.float32]]] | None = None
         self._receipts: deque[Receipt] = deque()
@@ -263,7 +268,9 @@ class Call:
                     f"the bundle's have {self._samples}"
                 )
             self._recording = Recording(self._out, self.plan.stem, self._rate_hz)
-        except (ChannelError, WavError) as err:
+            if self.plan.journal:
+                self._journal = self._open_journal(message)
+        except (ChannelError, WavError, JournalError) as err:
             self.end(now_ns, str(err))
             return [control.Leave(message.session, "the line failed")]
         tick = self._grid.tick_at(now_ns + LEAD_NS) + 1
@@ -302,6 +309,9 @@ class Call:
                 self._write_texts()
             except WavError as err:
                 self.trouble = self.trouble or str(err)
+        if self._journal is not None:
+            self._journal.close()
+            self.trouble = self.trouble or self._journal.trouble
         if self._channel is not None:
             self._channel.close()
         self._reader.close()
@@ -342,6 +352,18 @@ class Call:
 
     # --- the two directions
 
+    def _open_journal(self, message: control.Admitted) -> JournalWriter:
+        head = Head(
+            session=message.session,
+            generation=message.generation,
+            t0_ns=self._grid.t0_ns,
+            model=self._model,
+            samples=self._samples,
+            rate_hz=self._rate_hz,
+            settings=self.plan.settings,
+        )
+        return JournalWriter(self._out / f"{self.plan.stem}{SUFFIX}", head)
+
     def _due_ns(self, frame_index: int) -> int:
         return self._first_ns + frame_index * self._grid.period_ns
 
@@ -353,7 +375,10 @@ class Call:
             self._put(now_ns)
         # Offer the last frame until it is taken: without it the session would never end.
         if self._last is not None and self._channel is not None:
-            self._last = None if self._channel.uplink.put(*self._last) else self._last
+            accepted = self._channel.uplink.put(*self._last)
+            if accepted and self._journal is not None:
+                self._journal.said(*self._last)
+            self._last = None if accepted else self._last
         return []
 
     def _is_time_up(self) -> bool:
@@ -372,6 +397,8 @@ class Call:
         accepted = self._channel.uplink.put(header, frame.pcm)
         self._sent += 1
         # The clock is served; the disk may take its time.
+        if accepted and self._journal is not None:
+            self._journal.said(header, frame.pcm)
         self._recording.said(frame.pcm, due_ns - self._grid.period_ns)
         if is_last:
             self.trouble = self._source.trouble
@@ -390,6 +417,8 @@ class Call:
         assert recording is not None
         pcm = np.empty(self._samples, np.float32)
         while (header := channel.downlink.get(pcm)) is not None:
+            if self._journal is not None and header.session == playout.session:
+                self._journal.heard(header, pcm)
             receipt = playout.arrive(header, (header, pcm), now_ns)
             if receipt is not None:
                 self._owe(receipt)

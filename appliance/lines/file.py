@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--voice", default="", metavar="NAME", help="a voice of the bundle, in every call"
     )
+    parser.add_argument(
+        "--journal",
+        action="store_true",
+        help="keep what replay needs beside the recordings; it holds what was said",
+    )
 
 
 def run_calls(args: argparse.Namespace) -> int:
@@ -135,6 +140,7 @@ def plan_calls(args: argparse.Namespace, now_ns: int) -> "list[CallPlan]":
             settings=settings,
             persona=args.persona,
             voice=args.voice,
+            journal=args.journal,
         )
         for number, wav in enumerate(args.wavs, 1)
     ]
