@@ -2,6 +2,7 @@
 
     plans/<target>/plans.json   rewritten after every plan, so a killed build continues
     plans/<target>/<stage>.plan
+    plans/<target>/timing.cache  what `tensorrt` measured, so that the next build is quicker
 
 Every plan is built in a process of its own: TensorRT does not give back its memory, a crash in it
 must not take the finished plans along, and peak memory is a figure per plan only then. The parent
@@ -18,7 +19,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from export.tensorrt_graph import prepare
 from export.tensorrt_network import Built, NetworkDiffers, NotBuilt, NotParsed, Wanted
 from export.tensorrt_network import build as build_network
 
-UNFINISHED = ".unfinished"
+UNFINISHED, TIMINGS = ".unfinished", "timing.cache"
 CONSTANT_MEMORY = 4.7
 """Peak resident bytes per byte of weights inside a plan: 7.3 GB for 1.64 GB, measured on
 tensorrt_rtx 1.7.1 with MatMul weights, the worst case."""
@@ -51,6 +52,7 @@ class Job:
     flavour: Flavour
     wanted: Wanted
     out: Path
+    """The plan; what was timed goes to `TIMINGS` beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +273,14 @@ def _build_one(job: Job, pipe: Connection) -> None:
     began = time.monotonic()
     try:
         trt: Any = importlib.import_module(job.flavour)
+        timings = job.out.parent / TIMINGS
+        wanted = replace(job.wanted, timings=timings.read_bytes() if timings.exists() else b"")
         built: Built = build_network(
-            trt, job.wanted, lambda phase, step, steps: pipe.send(("progress", phase, step, steps))
+            trt, wanted, lambda phase, step, steps: pipe.send(("progress", phase, step, steps))
         )
         _write(job.out, built.plan)
+        if built.timings:
+            timings.write_bytes(built.timings)
     except (NotParsed, NotBuilt, NetworkDiffers, CannotBuild) as err:
         pipe.send(("failed", type(err), str(err)))
         return

@@ -58,6 +58,8 @@ class Wanted:
     prepared: Prepared
     profiles: tuple[Profile, ...]
     compute_capability: str
+    timings: bytes = b""
+    """What `tensorrt` measured when it built plans for this target before; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Built:
 
     plan: memoryview
     attention: Attention
+    timings: bytes
+    """To be given to the next build; empty for tensorrt_rtx, which times nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ def build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
             raise NetworkDiffers(f"stage {stage.name}: the network differs: {'; '.join(faults)}")
         plan = builder.build_serialized_network(network, settings.config)
         if plan is not None:
-            return Built(memoryview(plan), attention)
+            return Built(memoryview(plan), attention, _timings(trt, settings.config))
         if attention == "strict" and any(NO_FUSED_KERNEL in error for error in log.errors):
             strict = False
             continue
@@ -317,6 +321,10 @@ def configure(trt: Any, builder: Any, network: Any, wanted: Wanted) -> Settings:
         # So that tensorrt-lean can run the plan; the lean run-time is a wheel of its own there.
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
         config.set_flag(trt.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
+        cache = config.create_timing_cache(wanted.timings)
+        if not config.set_timing_cache(cache, False):
+            # Of another version or GPU: measure anew.
+            config.set_timing_cache(config.create_timing_cache(b""), False)
     made: list[Any] = []
     for profile in wanted.profiles:
         shapes = builder.create_optimization_profile()
@@ -329,6 +337,13 @@ def configure(trt: Any, builder: Any, network: Any, wanted: Wanted) -> Settings:
             raise NetworkDiffers(f"profile {profile} was not accepted")
         made.append(shapes)
     return Settings(config, made)
+
+
+def _timings(trt: Any, config: Any) -> bytes:
+    if trt.__name__ == "tensorrt_rtx":
+        return b""
+    cache = config.get_timing_cache()
+    return b"" if cache is None else bytes(memoryview(cache.serialize()))
 
 
 def _filled(tensor: Any, size: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ OWNERS = {
     "parser": "OnnxParser",
     "fault": "ParserError",
     "config": "IBuilderConfig",
+    "cache": "ITimingCache",
     "shapes": "IOptimizationProfile",
     "made": "IOptimizationProfile",
     "attention": "IAttention",
@@ -34,6 +35,7 @@ ONLY_RTX = {
 }
 """Used for tensorrt_rtx alone: it can build for a GPU that is not there."""
 ONLY_TENSORRT: set[tuple[str, str]] = set()
+"""Nothing: tensorrt_rtx has the rest too, timing caches as calls that do nothing."""
 
 NOT_ON_THE_BASE = {"attention"}
 """Of IAttentionInputLayer, to which a layer of that type is cast first."""
@@ -84,6 +86,7 @@ def test_the_comparison_covers_the_builder() -> None:
         ("LayerType", "KV_CACHE_UPDATE"),
         ("LayerType", "ATTENTION_INPUT"),
         ("BuilderFlag", "VERSION_COMPATIBLE"),
+        ("ITimingCache", "serialize"),
     ):
         assert needed in found, needed
 
