@@ -11,29 +11,23 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
-import torch
 
+from bench.tensorrt_plans import write_full_width
 from engines import bundle, plans
 from engines.bundle import Bundle
 from engines.machine import look
 from engines.plans import Machine, Plans
 from export import build as bundle_build
 from export import cli, targets, tensorrt_build
-from export.hollow import hollow_lm
-from export.models.config import MOSHI_7B, LmConfig
-from export.models.lm import LanguageModel
-from export.stages import Temporal
 from export.targets import CannotBuild
 from export.tensorrt_build import Job, build, build_in_child, summary
 from export.tensorrt_graph import prepare
 from export.tensorrt_network import NotBuilt, Wanted
-from export.to_onnx import Weights, write_graph
 from tests.engines.plan_samples import plans_of
 
 pytestmark = pytest.mark.torch
@@ -164,28 +158,15 @@ def test_a_full_width_stage_builds_without_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two layers of Moshi 7B in bfloat16: 1.6 GB of weights, of which only the norms exist."""
-    config = replace(MOSHI_7B, lm=replace(MOSHI_7B.lm, layers=2))
-    shapes = _shapes(config.lm)
-    lm, hollow = hollow_lm(config.lm, "bfloat16", lambda name: torch.ones(shapes[name]))
-    (tmp_path / "stages").mkdir()
-    weights = Weights(tmp_path / "stages", hollow)
-    stage = Temporal(config, lm, "bfloat16")
-    write_graph(stage, weights)
-    for file, size in weights.files.items():
-        path = tmp_path / "stages" / file
-        path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as stream:
-            stream.truncate(size)  # sparse: the matrices are holes
-            for placed in weights.places.values():
-                if placed.file == file and placed.tensor not in hollow:
-                    stream.seek(placed.offset)
-                    stream.write(placed.tensor.view(torch.uint8).numpy().tobytes())
+    stage = write_full_width(tmp_path, "temporal", layers=2)
     prepared = prepare(tmp_path, stage.spec.graph, "inputs")
     outside = sum(weight.bytes for weight in prepared.weights)
     assert outside > 1_500_000_000
     assert prepared.constant_bytes < 100_000
     assert len(prepared.lengths) == 2
-    rings = frozenset(r.name for r in stage.regions if r.in_place)
+    regions = stage.regions
+    assert isinstance(regions, list)
+    rings = frozenset(region.name for region in regions if region.in_place)
     wanted = Wanted(tmp_path, stage.spec, rings, prepared, plans.exact(BATCH), "8.9")
     job = Job("tensorrt_rtx", wanted, tmp_path / "temporal.plan")
     done = build_in_child(job, lambda *_: None)
@@ -199,11 +180,6 @@ def test_a_full_width_stage_builds_without_its_weights(
     assert done.attention == "strict"
     assert size < 64 << 20
     assert done.peak_rss_bytes < 1 << 30
-
-
-def _shapes(config: LmConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: x.shape for name, x in LanguageModel(config).state_dict().items()}
 
 
 @pytest.fixture
