@@ -80,7 +80,7 @@ def build(
     progress: Progress = lambda file, done, total: None,
     say: Say = lambda sentence: None,
 ) -> Bundle:
-    """Write, continue or recognise the bundle of ``source`` in ``out``; read it back, hashes too.
+    """Write, continue or recognise the bundle of ``source`` in ``out``, and read its manifest.
 
     Raises `FolderTaken` when ``out`` holds something else, `DiskFull` before writing weights.
     """
@@ -88,11 +88,12 @@ def build(
     if voices and config.prompt is None:
         raise prompt.VoiceError(f"{config.name} takes no voices; leave --voices out")
     assert len(source.pieces) == config.lm.text_card, (len(source.pieces), config.lm.text_card)
-    journal = Journal(out, made_from(source, largest_batch, voices))
+    digest = source.checkpoint_sha256()
+    journal = Journal(out, made_from(source, digest, largest_batch, voices))
     if journal.note:
         say(journal.note)
     if journal.whole:
-        return bundle.read(out)
+        return bundle.read(out, hashes=False)  # the journal has just compared them
     graphs = graphs_of(config, source.mimi, source.lm, source.dtype)
     prompted = config.prompt is not None
     asks = prompt_graphs(config, source.lm, source.dtype) if prompted else ()
@@ -112,7 +113,7 @@ def build(
         model=ModelInfo(
             name=config.name,
             parameters=source.parameters,
-            checkpoint_sha256=source.checkpoint_sha256(),
+            checkpoint_sha256=digest,
             trained=source.trained,
             notice=source.notice,
         ),
@@ -134,14 +135,18 @@ def build(
     )
     bundle.write(out, manifest)
     journal.finish()
-    return bundle.read(out)
+    return bundle.read(out, hashes=False)
 
 
 def made_from(
-    source: Source, largest_batch: int, voices: Mapping[str, Path] = MappingProxyType({})
+    source: Source,
+    checkpoint_sha256: str,
+    largest_batch: int,
+    voices: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Everything the bytes of a bundle depend on."""
     given = {
+        "checkpoint": checkpoint_sha256,
         "batches": f"1-{largest_batch}",
         "exporter": exporter_sha256(),
         "torch": str(torch.__version__),
@@ -210,7 +215,13 @@ def _write_golden(
         specs.append(spec)
     if not journal.has(golden.CALL):
         say("recording a call, in float32")
-        journal.write(golden.CALL, [golden.record_call(graphs, source)])
+        is_large = source.parameters > golden.LARGE_PARAMETERS
+
+        def on_tick(tick: int, ticks: int) -> None:
+            if is_large:
+                say(f"  frame {tick + 1} of {ticks}")
+
+        journal.write(golden.CALL, [golden.record_call(graphs, source, on_tick)])
     return tuple(specs)
 
 

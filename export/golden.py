@@ -16,7 +16,7 @@ with one matrix of it loaded at a time (`hollow`).
 Not here: comparing (`verify`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -72,6 +72,10 @@ PROMPT_AGE = 40
 GREEDY = {TEMPERATURE: 0.0, TEXT_TEMPERATURE: 0.0}
 
 
+OnTick = Callable[[int, int], None]
+"""(tick, ticks) -> nothing; before each tick of a call."""
+
+
 def spec_of(graph: StageGraph, source: Source) -> GoldenSpec:
     """Which sessions are recorded for a stage."""
     file = f"{FOLDER}/{graph.name}.safetensors"
@@ -114,7 +118,9 @@ def answer(
     return {name: _plain(_rows_only(name, x, graph, spec)) for name, x in outputs.items()}
 
 
-def record_call(graphs: tuple[StageGraph, ...], source: Source) -> bytes:
+def record_call(
+    graphs: tuple[StageGraph, ...], source: Source, on_tick: OnTick = lambda tick, ticks: None
+) -> bytes:
     """A greedy call of one session from its first tick, as a safetensors file."""
     is_large = source.parameters > LARGE_PARAMETERS
     ticks = LARGE_CALL_TICKS if is_large else CALL_TICKS
@@ -122,7 +128,7 @@ def record_call(graphs: tuple[StageGraph, ...], source: Source) -> bytes:
     for attempt in range(1 if is_large else TRIES):
         pcm = sound((ticks, 1, 1, source.config.mimi.samples_per_frame), 100 + attempt)
         with Margins() as margins:
-            said = call(graphs, source, pcm)
+            said = call(graphs, source, pcm, on_tick)
         if margins.closest > best[0]:
             best = (margins.closest, said | {PCM: pcm})
         if margins.closest > CLOSE:
@@ -130,7 +136,12 @@ def record_call(graphs: tuple[StageGraph, ...], source: Source) -> bytes:
     return _saved(best[1])
 
 
-def call(graphs: tuple[StageGraph, ...], source: Source, pcm: Tensor) -> dict[str, Tensor]:
+def call(
+    graphs: tuple[StageGraph, ...],
+    source: Source,
+    pcm: Tensor,
+    on_tick: OnTick = lambda tick, ticks: None,
+) -> dict[str, Tensor]:
     """A greedy call: pcm (ticks, B, 1, samples) -> tokens by name, (ticks, B, ...) each."""
     ticks, batch = pcm.shape[:2]
     config = source.config
@@ -143,7 +154,8 @@ def call(graphs: tuple[StageGraph, ...], source: Source, pcm: Tensor) -> dict[st
         state[name].fill_(value)
     shape = (batch, 1 + config.lm.depth_codebooks, config.sampling.candidates)
     said: dict[str, list[Tensor]] = {USER_CODES: [], TEXT: [], CODES: [], VALID: []}
-    for frame in pcm:
+    for tick, frame in enumerate(pcm):
+        on_tick(tick, ticks)
         named = state | {PCM: frame, NOISE: torch.zeros(shape)}
         with torch.no_grad(), Wide(source.hollow):
             for graph in graphs:

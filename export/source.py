@@ -147,7 +147,7 @@ def from_checkpoint(found: Checkpoint, dtype: Precision | None = None) -> Source
         trained=not found.untrained,
         notice=notice,
         made_from={
-            "checkpoint": found.fingerprint().sha256,
+            "tokenizer": hashlib.sha256(found.text_tokenizer.read_bytes()).hexdigest(),
             "dtype": kind,
             "context": str(found.config.lm.context),
             "pinned": str(found.config.lm.pinned),
