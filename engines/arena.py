@@ -106,6 +106,11 @@ class Arena:
         """Ticks since the session in ``slot`` began; None if there is none."""
         return self._ages[slot]
 
+    def vacant(self, batch: int) -> list[int]:
+        """Slots of 0..batch-1 without a session."""
+        ages = self._ages[:batch]
+        return [slot for slot in range(batch) if ages[slot] is None] if None in ages else []
+
     def begin(self, slot: int, ticks: int = 0) -> None:
         """A session begins in ``slot``, ``ticks`` ticks old; its rows are zero (or poison)."""
         self._ages[slot] = ticks

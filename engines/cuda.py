@@ -4,7 +4,8 @@ Decides how device memory, modules, streams, graphs and events are owned: each i
 with ``close``. Does not know what a kernel computes, nor what the memory holds.
 
 Needs ``cuda-bindings`` and a driver; importing this file needs neither, opening a `Device` does.
-One thread at a time: the context is made current by the thread that opens the device.
+One thread at a time: the context is current on the thread that opens the device, and on another
+once that calls `Device.make_current`.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class Module:
 
 
 class Device:
-    """One GPU and its primary context, current on the calling thread until ``close``."""
+    """One GPU and its primary context, current on the thread that opened it until ``close``."""
 
     def __init__(self, ordinal: int = 0) -> None:
         driver = _load_driver()
@@ -197,7 +198,12 @@ class Device:
         if int(status) != 0:
             raise NoCuda(f"cuInit failed: {status.name}. Run this on a machine with a GPU")
         self._handle = call("cuDeviceGet", ordinal)
-        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", self._handle))
+        self._context = call("cuDevicePrimaryCtxRetain", self._handle)
+        self.make_current()
+
+    def make_current(self) -> None:
+        """Let the calling thread use the device; whoever opened it can already."""
+        call("cuCtxSetCurrent", self._context)
 
     def attribute(self, name: str) -> int:
         """A ``CUdevice_attribute`` by name, for example ``MULTIPROCESSOR_COUNT``."""

@@ -18,6 +18,7 @@ float32: TF32 is off. Needs the cuda extra; imports neither torch nor onnx.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ class CudaOptions:
 
 
 class CudaExecutor:
-    """`executor.Executor` on a GPU. One thread uses it: the one that made it."""
+    """`executor.Executor` on a GPU. One thread at a time uses it."""
 
     runs_on = "ONNX Runtime CUDA"
     """What computes the stages, for reports."""
@@ -117,6 +118,7 @@ class CudaExecutor:
     def _open(self, slots: int) -> None:
         options, manifest = self.options, self.bundle.manifest
         self.device = self._open_device()
+        self._thread = threading.get_ident()
         self._closing.callback(self.device.close)
         if options.exclusive:
             self._closing.callback(hold_gpu(self.device).close)
@@ -169,14 +171,21 @@ class CudaExecutor:
         assert 0 <= target < self.slots, (target, self.slots)
         if source == target:
             return
+        self._enter()
         self.arena.move(source, target)
         self._kernels.move(self._all_rows, self._all_count, source, target, self.stream)
 
     def step(self, batch: int) -> None:
-        """See `executor.Executor.step`. Raises `StageFailed`."""
+        """See `executor.Executor.step`. Raises `StageFailed`.
+
+        A slot below ``batch`` that nobody joined since it was last left out begins anew.
+        """
+        self._enter()
         if batch == 0:
             self.arena.after_launch(0)
             return
+        for slot in self.arena.vacant(batch):
+            self.join(slot, {})
         try:
             self.arena.before_tick(batch)
             if self.options.graphs:
@@ -205,6 +214,7 @@ class CudaExecutor:
 
         Captures a graph with time stamps on first use; ``now_ns`` is used when there are none.
         """
+        self._enter()
         self.arena.before_tick(batch)
         if self.options.graphs:
             if not self._graphs.has_timed(batch):
@@ -267,12 +277,21 @@ class CudaExecutor:
 
     def close(self) -> None:
         """See `executor.Executor.close`."""
+        self._enter()
         self.stream.synchronize()
         self._parts = {}
         self._closing.close()
 
+    def _enter(self) -> None:
+        """Make the device current on this thread if the last call came from another."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self.device.make_current()
+            self._thread = thread
+
     def _begin(self, slot: int, settings: Mapping[str, float], ticks: int) -> None:
         assert 0 <= slot < self.slots, (slot, self.slots)
+        self._enter()
         for name, value in settings.items():
             check_setting(self._regions, name, value)
         self.arena.begin(slot, ticks)

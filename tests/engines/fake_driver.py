@@ -8,6 +8,7 @@ everything about graphs, streams and speed; tests marked `gpu` do.
 
 import ctypes
 import os
+import threading
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,7 @@ class FakeDevice:
 
     def __init__(self, driver: FakeDriver) -> None:
         self.driver = driver
+        self.threads = [threading.get_ident()]
         self.uuid = f"fake-{os.getpid()}-{id(driver)}"
 
     @property
@@ -141,6 +143,9 @@ class FakeDevice:
     @property
     def free_bytes(self) -> int:
         return self.driver.total_bytes - self.driver.pages * PAGE
+
+    def make_current(self) -> None:
+        self.threads.append(threading.get_ident())
 
     def synchronize(self) -> None:
         pass

@@ -1,5 +1,6 @@
 """The CUDA executor against the CPU's: on a fake driver everywhere, on a GPU where there is one."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from engines.executor import Executor, SettingError
 from engines.gpu import NotReady
 from engines.ort_executor import OrtExecutor
 from tests.engines import fake_driver, toy
-from tests.engines.fake_driver import FakeDriver
+from tests.engines.fake_driver import FakeDevice, FakeDriver
 
 EAGER = CudaOptions(graphs=False)
 ROWS = 1024
@@ -72,6 +73,29 @@ def test_only_live_rows_move_on(toy_bundle: Bundle, driver: FakeDriver) -> None:
     executor.step(0)
     assert [int(executor.region("frames", slot)) for slot in range(3)] == [1, 1, 0]
     executor.close()
+
+
+def test_batches_can_be_tried_out_with_nobody_there(toy_bundle: Bundle, driver: FakeDriver) -> None:
+    executor = CudaExecutor(toy_bundle, 4, EAGER)
+    for batch in (1, 4, 2, 3, 3):
+        executor.step(batch)
+    assert [int(executor.region("frames", slot)) for slot in range(4)] == [5, 4, 2, 1]
+    executor.close()
+
+
+def test_the_thread_that_ticks_need_not_be_the_one_that_loaded(
+    toy_bundle: Bundle, driver: FakeDriver
+) -> None:
+    executor = CudaExecutor(toy_bundle, 2, EAGER)
+    device = executor.device
+    assert isinstance(device, FakeDevice)
+    executor.step(1)
+    assert device.threads == [threading.get_ident()]
+    other = threading.Thread(target=run_calls, args=(executor, 2))
+    other.start()
+    other.join()
+    executor.close()
+    assert device.threads == [threading.get_ident(), other.ident, threading.get_ident()]
 
 
 def test_a_session_can_be_made_to_look_old(toy_bundle: Bundle, driver: FakeDriver) -> None:
