@@ -218,7 +218,9 @@ def decode_from_box(raw: bytes) -> FromBox:
         raise ControlError(f"not a control message of protocol {PROTOCOL}: {err}") from None
 
 
-def welcome(bundle: Bundle, t0_ns: int, voices: tuple[str, ...]) -> Welcome:
+def welcome(
+    bundle: Bundle, t0_ns: int, voices: tuple[str, ...], takes_persona: bool
+) -> Welcome:
     """What a box that runs ``bundle`` says first. t0_ns: start of its tick 0."""
     manifest = bundle.manifest
     return Welcome(
@@ -233,7 +235,7 @@ def welcome(bundle: Bundle, t0_ns: int, voices: tuple[str, ...]) -> Welcome:
         t0_ns=t0_ns,
         pieces=str(bundle.file(manifest.text.pieces).resolve()),
         silent_ids=manifest.text.silent_ids,
-        takes_persona=manifest.prompt is not None,
+        takes_persona=takes_persona,
         voices=voices,
     )
 

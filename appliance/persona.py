@@ -39,6 +39,11 @@ class Personas:
         self._voices: dict[str, tuple[NDArray[np.int64], NDArray[Any]]] = {}
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can be turned into ids here."""
+        return self._tokenizer is not None
+
+    @property
     def voices(self) -> tuple[str, ...]:
         """Names a caller may ask for."""
         return tuple(voice.name for voice in self.spec.voices) if self.spec else ()

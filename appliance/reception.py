@@ -43,6 +43,11 @@ class Reception:
                 )
 
     @property
+    def takes_persona(self) -> bool:
+        """Whether a caller may say who the model is to be."""
+        return self._desk is not None and self.personas.has_tokenizer
+
+    @property
     def voices(self) -> tuple[str, ...]:
         """Names a caller may ask for."""
         return self.personas.voices if self._desk is not None else ()

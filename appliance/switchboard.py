@@ -221,8 +221,9 @@ class Switchboard:
             return
         connection = _Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, connection)
-        t0_ns, voices = self._loop.grid.t0_ns, self._reception.voices
-        self._send(connection, control.welcome(self._bundle, t0_ns, voices))
+        t0_ns, reception = self._loop.grid.t0_ns, self._reception
+        voices, persona = reception.voices, reception.takes_persona
+        self._send(connection, control.welcome(self._bundle, t0_ns, voices, persona))
 
     def _read(self, connection: _Connection) -> None:
         if connection.socket.fileno() < 0:

@@ -7,7 +7,9 @@ so they are what the arena will commit, not an estimate. No torch, no onnx.
 from collections.abc import Iterator
 from typing import Any
 
-from engines.bundle import Manifest, RegionSpec, TensorSpec
+import msgspec
+
+from engines.bundle import Manifest, PromptSpec, RegionSpec, TensorSpec
 
 AGES_S = (0, 60)
 """Ages at which a session's bytes are shown, besides full retention."""
@@ -33,6 +35,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "period_ns": manifest.timing.period_ns,
         "largest_batch": manifest.largest_batch,
         "stages": [stage.name for stage in manifest.stages],
+        "prompt": msgspec.to_builtins(manifest.prompt),
         "regions": {
             region.name: {label: region.bytes_at(ticks) for label, ticks in ages.items()}
             for region in manifest.regions
@@ -69,8 +72,19 @@ def lines(manifest: Manifest) -> Iterator[str]:
             f"{held} region{'s' if held != 1 else ''}"
         )
         yield f"  {'':<12} {_tensors(wires_in)} -> {_tensors(wires_out)}"
+    if manifest.prompt is not None:
+        yield from _prompt(manifest.prompt)
     yield ""
     yield from _region_table(manifest)
+
+
+def _prompt(prompt: PromptSpec) -> Iterator[str]:
+    voices = ", ".join(f"{voice.name} ({voice.frames})" for voice in prompt.voices) or "none"
+    yield ""
+    yield f"before a call: a voice and a persona, {prompt.longest_frames:,} frames at most"
+    yield f"  {prompt.prefill.name:<17} {prompt.prefill.graph}, any number of rows"
+    yield f"  {prompt.opening.name:<17} {prompt.opening.graph}, once"
+    yield f"  voices (frames)   {voices}"
 
 
 def binary(count: int) -> str:
