@@ -100,7 +100,7 @@ class TensorrtStages:
         self._trt, self._bundle, self._opened = trt, bundle, opened
         self._stream = stream
         self._log = _log(trt)
-        self._runtime = trt.Runtime(self._log.sink)
+        self._runtime: Any = trt.Runtime(self._log.sink)
         self._engines: dict[str, Any] = {}
         self._tensors: dict[str, frozenset[str]] = {}
         """Stage -> what its engine really takes and gives."""
@@ -181,8 +181,10 @@ class TensorrtStages:
 
     def close(self) -> None:
         """Give back memory; nothing that was bound may be enqueued afterwards."""
-        self._contexts.clear()
-        self._engines.clear()
+        # In this order: a context needs its engine, an engine its run-time.
+        for held in (self._contexts, self._configs, self._caches, self._engines):
+            held.clear()
+        self._runtime = None
         for pointer in self._held:
             cuda.release(pointer)
         self._held = []
