@@ -3,16 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from engines import snapshot
 from engines.bundle import Bundle
 from engines.noise import gumbel
 from engines.ort_executor import OrtExecutor
-from engines.ort_prefill import OrtPrimer
+from engines.ort_prefill import OrtParking, OrtPrimer
 from engines.prefill import Prompt, chunk_rows, make_prompt
+from engines.snapshot import Age
 from export import build, tiny
 from export.models.config import ModelConfig
 from export.models.tokens import OFFSET, TOKENS
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.torch
 CONFIG = PERSONA_MICRO.lm
 SAMPLES = PERSONA_MICRO.mimi.samples_per_frame
 ROWS = 40
-PINNED = 20
+PINNED = 36
 TICKS = 5 * CONFIG.context
 RINGS = [f"temporal.layers.{layer}.{kv}" for layer in range(CONFIG.layers) for kv in "kv"]
 
@@ -83,9 +86,10 @@ def expected_calls(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("most", [1, 7, 32, ROWS])
-@pytest.mark.parametrize("embedded", [0, 12])
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("most", "embedded", "sampled"),
+    [(1, 12, False), (7, 0, True), (32, 12, True), (ROWS, 0, False)],
+)
 def test_a_prompt_in_any_chunks_and_the_call_after_it_equal_torch(
     persona_bundle: Bundle, most: int, embedded: int, sampled: bool
 ) -> None:
@@ -182,6 +186,38 @@ def test_priming_a_newcomer_changes_no_bit_of_those_who_talk(persona_bundle: Bun
         return heard
 
     assert listen(primed=True) == listen(primed=False)
+
+
+def test_a_prompted_session_is_saved_mid_call_and_goes_on_elsewhere(
+    persona_bundle: Bundle, tmp_path: Path
+) -> None:
+    manifest, prompt, ticks = persona_bundle.manifest, prompt_of(persona_bundle), 9
+    pcm = speech(8, 2 * ticks, 1, SAMPLES).numpy()
+    executor = OrtExecutor(persona_bundle, 1)
+    primer = OrtPrimer(executor)
+    feed(primer, 0, prompt, 16)
+    primer.settle(0, 0, {"sampling.seed": 5}, primer.open(0, prompt, {"sampling.seed": 5}))
+
+    def listen(executor: OrtExecutor, slot: int, frames: np.ndarray) -> list[bytes]:
+        heard = []
+        for frame in frames:
+            executor.audio_in[:] = 0.1
+            executor.audio_in[slot] = frame[0]
+            executor.step(executor.slots)
+            heard.append(executor.audio_out[slot].tobytes() + executor.text[slot].tobytes())
+        return heard
+
+    listen(executor, 0, pcm[:ticks])
+    age = Age(prompt.key, prompt.rows, ticks, whole=True)
+    path = tmp_path / "call.snap"
+    snapshot.write(path, manifest, snapshot.save(primer, manifest, 0, age))
+    assert path.stat().st_size < manifest.session_bytes(manifest.ticks_until_full()) + 8192
+    expected = listen(executor, 0, pcm[ticks:])
+    other = OrtExecutor(persona_bundle, 3)
+    listen(other, 0, pcm[:5])
+    snapshot.restore(OrtParking(other), manifest, snapshot.read(path, manifest, age), 2)
+    assert listen(other, 2, pcm[ticks:]) == expected
+    assert len(set(expected)) == ticks
 
 
 def test_nothing_of_a_former_tenant_is_left_in_a_primed_slot(persona_bundle: Bundle) -> None:
