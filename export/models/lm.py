@@ -68,9 +68,11 @@ class DepthAttention(nn.Module):
         query, key, value = op.split3(op.linear(x, weight))
         keys.append(key.unsqueeze(1))
         values.append(value.unsqueeze(1))
-        k = torch.cat(keys, dim=1) if step else keys[0]
-        v = torch.cat(values, dim=1) if step else values[0]
-        seen = op.attend(query.unsqueeze(1), k, v, self.heads).squeeze(1)
+        if step == 0:
+            seen = value  # all there is to see
+        else:
+            k, v = torch.cat(keys, dim=1), torch.cat(values, dim=1)
+            seen = op.attend(query.unsqueeze(1), k, v, self.heads).squeeze(1)
         return op.linear(seen, self.out_proj.weight.narrow(0, step * c, c))
 
 
