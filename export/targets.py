@@ -208,6 +208,8 @@ def table(manifest: Manifest | None) -> Iterator[str]:
         if manifest is not None:
             found = room(manifest, target)
             line += f"{found.by_memory:>13,}{found.by_bandwidth:>17,}"
+            if reason_not_to_fit(target, manifest):
+                line += "  no bfloat16 arithmetic: export in float16"
         yield line.rstrip()
     rtx = ", ".join(target_of(c) for c in RTX_CAPABILITIES)
     other = ", ".join(target_of(c) for c in TENSORRT_CAPABILITIES)

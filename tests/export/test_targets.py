@@ -140,6 +140,8 @@ def test_a_gpu_without_bfloat16_is_refused_such_a_bundle(manifest: Manifest) -> 
     assert "no bfloat16 arithmetic" in targets.reason_not_to_fit(t4, other)
     assert "--dtype float16" in targets.reason_not_to_fit(t4, other)
     assert targets.reason_not_to_fit(l4, other) == ""
+    marked = [line for line in targets.table(other) if "no bfloat16 arithmetic" in line]
+    assert [line.split()[0] for line in marked] == ["t4", "rtx-2080-ti"]
 
 
 def test_a_gpu_too_small_for_the_weights_has_room_for_none(manifest: Manifest) -> None:
