@@ -1,0 +1,136 @@
+# ruff: noqa: T201  (a script run by hand)
+"""A bundle of Moshi 7B's shape with random weights, made where it is measured.
+
+    python -m bench.random_bundle graphs FOLDER [--batches 1-64]    # anywhere, 30 s, 0.5 MB
+    python -m bench.random_bundle weights FOLDER                    # on the GPU: 15.7 GB in 15 s
+    duplexbox engines bench FOLDER --executor cuda --no-hashes ...
+
+Fifteen gigabytes need not travel: the graphs are written without weights and say which lie where;
+the values are drawn on the machine that will run them, scaled so that activations stay near one.
+For timings and bits only. A checkpoint with the published layout comes from `duplexbox export
+seed-checkpoint`. Needs the export extra; `weights` uses the first GPU if torch sees one.
+"""
+
+import argparse
+import json
+import math
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engines import bundle
+from engines.bundle import AudioPorts, FileSpec, Manifest, ModelInfo, TextPorts, Timing
+from export.build import PIECES
+from export.cli import largest_batch
+from export.hollow import hollow_lm
+from export.models.config import MOSHI_7B
+from export.models.mimi import Mimi
+from export.stages import PCM, PCM_OUT, TEXT, VALID, all_regions, graphs_of, noise_stage
+from export.to_onnx import Weights, write_graph
+
+PLACES = "places.json"
+UNKNOWN = "0" * 64
+WRITERS = 8
+
+
+def write_graphs(folder: Path, batches: int) -> None:
+    """Everything but the weights; ``folder``/places.json says where each of those lies."""
+    config = MOSHI_7B
+    weights = Weights(folder / "stages")
+    weights.folder.mkdir(parents=True, exist_ok=True)
+    lm, _ = hollow_lm(config.lm, "bfloat16", lambda name: torch.ones(1, 1, _norm(name)))
+    graphs = graphs_of(config, Mimi(config.mimi).eval().requires_grad_(False), lm, "bfloat16")
+    files = [str(write_graph(graph, weights).relative_to(folder)) for graph in graphs]
+    (folder / PIECES).write_bytes(msgspec.json.encode([""] * config.lm.text_card))
+    places = [
+        (name, placed.file, placed.offset, str(placed.tensor.dtype)[6:], list(placed.tensor.shape))
+        for name, placed in weights.places.items()
+    ]
+    (folder / PLACES).write_text(json.dumps(places))
+    encode, temporal, depth, decode = (graph.spec for graph in graphs)
+    sizes = {f"stages/{file}": FileSpec(UNKNOWN, size) for file, size in weights.files.items()}
+    manifest = Manifest(
+        format=bundle.FORMAT,
+        model=ModelInfo(
+            f"{config.name}, random",
+            parameters=sum(math.prod(place[4]) for place in places),
+            checkpoint_sha256=UNKNOWN,
+            trained=False,
+            notice="random weights, for timings only",
+        ),
+        timing=Timing(config.period_ns, config.mimi.sample_rate_hz, config.mimi.samples_per_frame),
+        largest_batch=batches,
+        regions=all_regions(graphs, config),
+        stages=(noise_stage(config), encode, temporal, depth, decode),
+        audio=AudioPorts(PCM, PCM_OUT, VALID),
+        text=TextPorts(TEXT, PIECES, config.silent_ids),
+        files={name: bundle.describe_file(folder / name) for name in (*files, PIECES)} | sizes,
+    )
+    bundle.write(folder, manifest)
+    print(
+        f"{folder}: graphs of {len(places)} weights, {sum(weights.files.values()):,} bytes to draw"
+    )
+
+
+def write_weights(folder: Path) -> None:
+    """Draw every weight of ``folder``/places.json from seed 0, in that order."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    handles: dict[str, int] = {}
+    waiting: list[Future[int]] = []
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for name, file, offset, dtype, shape in json.loads((folder / PLACES).read_text()):
+            if file not in handles:
+                path = folder / "stages" / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                handles[file] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            values = _draw(name, torch.randn(shape, device=device, generator=generator))
+            raw = values.to(getattr(torch, dtype)).cpu().contiguous().view(torch.uint8)
+            if len(waiting) >= 3 * WRITERS:  # bounds what lies in memory
+                waiting.pop(0).result()
+            waiting.append(pool.submit(os.pwrite, handles[file], raw.numpy().data, offset))
+        for left in waiting:
+            left.result()
+    for handle in handles.values():
+        os.close(handle)
+    print(f"{folder}: weights written")
+
+
+def _norm(name: str) -> int:
+    """Features of a norm of the language model; all else that is not a matrix would be an error."""
+    assert name.endswith("alpha") or name.endswith("norm.alpha"), name
+    is_depth = name.startswith("depformer")
+    return MOSHI_7B.lm.depth_dimension if is_depth else MOSHI_7B.lm.dimension
+
+
+def _draw(name: str, noise: Tensor) -> Tensor:
+    """Values of the weight called ``name``; noise: standard normal, of its shape."""
+    if "norm" in name and name.endswith("weight"):
+        return torch.ones_like(noise)
+    if name.endswith("squared"):
+        return 200 + noise.abs()  # of centroids of 256 features near one
+    if "emb" in name:
+        return noise
+    if name.endswith(("bias", "scale")):
+        return 0.05 * noise
+    return noise / math.sqrt(max(1, math.prod(noise.shape[1:])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("graphs", "weights"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--batches", default="1-160")
+    args = parser.parse_args()
+    if args.what == "graphs":
+        write_graphs(args.folder, largest_batch(args.batches))
+    else:
+        write_weights(args.folder)
+
+
+if __name__ == "__main__":
+    main()
