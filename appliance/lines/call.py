@@ -252,10 +252,17 @@ class Call:
 
     # --- what the box said
 
-    def admitted(self, message: control.Admitted, now_ns: int) -> list[control.ToBox]:
-        """Attach to the session's channel and choose the grid of this call's frames."""
+    def admitted(
+        self, message: control.Admitted, now_ns: int, t0_ns: int | None = None
+    ) -> list[control.ToBox]:
+        """Attach to the session's channel and choose the grid of this call's frames.
+
+        t0_ns: origin of the grid of the box that said yes, if there are several.
+        """
         if self.state is not State.JOINING:
             return [control.Leave(message.session, "admitted too late")]
+        if t0_ns is not None:
+            self._grid = TickGrid(t0_ns, self._grid.period_ns)
         self._playout = Playout(
             message.session, message.generation, self._grid.period_ns, self._grid.period_ns
         )

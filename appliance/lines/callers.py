@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from appliance import control
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock
+from appliance.lines.boxes import Boxes, Lost, News
 from appliance.lines.resample import Quality, Resampler
 from appliance.lines.synthetic import Network, SyntheticCall, SyntheticPlan, SyntheticReport
 from appliance.lines.wav import WavError, WavReader
@@ -101,11 +102,9 @@ def read_speech(wavs: Sequence[Path], rate_hz: int, samples_per_frame: int) -> N
 class CallersLine:
     """A line process's whole work: its callers, and the box at the other end."""
 
-    def __init__(
-        self, calls: Sequence[SyntheticCall], client: control.ControlClient, clock: Clock
-    ) -> None:
+    def __init__(self, calls: Sequence[SyntheticCall], boxes: Boxes, clock: Clock) -> None:
         self.calls = calls
-        self._client = client
+        self._boxes = boxes
         self._clock = clock
         self._interrupted = False
 
@@ -130,34 +129,32 @@ class CallersLine:
             if self._interrupted:
                 call.hang_up()
             for message in call.advance(self._clock.now_ns()):
-                self._client.send(message)
+                self._boxes.send(call.plan.number, message)
         now_ns = self._clock.now_ns()
         waits = [call.wake_ns(now_ns) - now_ns for call in self.calls if not call.is_over]
         wait_s = max(0.0, min(waits, default=0) / NS_PER_S)
-        news = self._client.receive(min(wait_s, LONGEST_SLEEP_S))
-        while news is not None:
-            self._hear(news)
-            news = self._client.receive()
+        for news in self._boxes.receive(min(wait_s, LONGEST_SLEEP_S)):
+            self._hear(self.calls[news.call - 1], news)
 
-    def _hear(self, message: control.FromBox) -> None:
+    def _hear(self, call: SyntheticCall, news: News) -> None:
         now_ns = self._clock.now_ns()
-        match message:
-            case control.Admitted() if 1 <= message.request <= len(self.calls):
-                self.calls[message.request - 1].admitted(message, now_ns)
-            case control.Refused() if 1 <= message.request <= len(self.calls):
-                self.calls[message.request - 1].refused(message, now_ns)
-            case control.Gone():
-                for call in self.calls:
-                    if call.session == message.session:
-                        call.gone(message, now_ns)
-            case _:
-                raise control.ControlError(f"the box said {message} to a line that never asked")
+        match news.message:
+            case control.Admitted() as message:
+                call.admitted(message, now_ns, news.t0_ns)
+            case control.Refused() as message:
+                call.refused(message, now_ns)
+            case control.Gone() as message:
+                call.gone(message, now_ns)
+            case Lost() as lost:
+                call.end(now_ns, lost.why)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define ``duplexbox appliance callers``."""
     parser.add_argument("wavs", nargs="+", type=Path, metavar="WAV", help="what callers say")
-    parser.add_argument("--socket", type=Path, required=True, help="control socket of the box")
+    parser.add_argument(
+        "--socket", type=Path, required=True, help="of the box, or a folder of several"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="what each caller saw")
     parser.add_argument("--count", type=int, default=1, metavar="N", help="callers (1)")
     parser.add_argument("--talk", type=float, default=30.0, metavar="S", help="seconds each (30)")
@@ -180,22 +177,22 @@ def run_callers(args: argparse.Namespace) -> int:
     clock = MonotonicClock()
     try:
         conditions = conditions_of(args)
-        client = control.ControlClient.connect(args.socket)
+        boxes = Boxes.connect(args.socket, clock)
     except (CallersError, control.ControlError) as err:
         _say(str(err))
         return 2
     except control.BoxGone as err:
         _say(str(err))
         return 1
-    welcome = client.welcome
+    welcome = boxes.welcome
     try:
         speech = read_speech(args.wavs, welcome.sample_rate_hz, welcome.samples_per_frame)
     except WavError as err:
         _say(str(err))
-        client.close()
+        boxes.close()
         return 2
     plans = plan_callers(conditions, clock.now_ns(), len(speech))
-    line = CallersLine([SyntheticCall(plan, speech, welcome) for plan in plans], client, clock)
+    line = CallersLine([SyntheticCall(plan, speech, welcome) for plan in plans], boxes, clock)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, line.interrupt)
@@ -204,7 +201,7 @@ def run_callers(args: argparse.Namespace) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        client.close()
+        boxes.close()
     if args.out is not None:
         args.out.write_bytes(msgspec.json.format(msgspec.json.encode(reports)) + b"\n")
     for report in reports:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from appliance import control
 from appliance.clock import NS_PER_S, Clock, MonotonicClock
+from appliance.lines.boxes import Boxes, Lost, News
 
 if TYPE_CHECKING:
-    from appliance.lines.call import CallPlan
+    from appliance.lines.call import Call, CallPlan
 
 LONGEST_SLEEP_S = 0.1
 """A signal sets a flag and interrupts no sleep; Ctrl-C must not wait for the next caller."""
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define ``duplexbox appliance call``."""
     parser.add_argument("wavs", nargs="+", type=Path, metavar="WAV", help="what a caller says")
     parser.add_argument(
-        "--socket", type=Path, required=True, help="control socket of the running box"
+        "--socket", type=Path, required=True, help="of the running box, or a folder of several"
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for replies, transcripts and figures"
@@ -89,7 +90,7 @@ def run_calls(args: argparse.Namespace) -> int:
     clock = MonotonicClock()
     try:
         plans = plan_calls(args, clock.now_ns())
-        client = control.ControlClient.connect(args.socket)
+        boxes = Boxes.connect(args.socket, clock)
     except (UsageError, control.ControlError) as err:
         _say(str(err))
         return 2
@@ -97,10 +98,10 @@ def run_calls(args: argparse.Namespace) -> int:
         _say(str(err))
         return 1
     try:
-        line = FileLine(plans, client, args.out, clock, _say)
+        line = FileLine(plans, boxes, args.out, clock, _say)
     except (WavError, PiecesError) as err:
         _say(str(err))
-        client.close()
+        boxes.close()
         return 2
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in handlers:
@@ -110,7 +111,7 @@ def run_calls(args: argparse.Namespace) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        client.close()
+        boxes.close()
 
 
 def plan_calls(args: argparse.Namespace, now_ns: int) -> "list[CallPlan]":
@@ -152,7 +153,7 @@ class FileLine:
     def __init__(
         self,
         plans: "Sequence[CallPlan]",
-        client: control.ControlClient,
+        boxes: Boxes,
         out: Path,
         clock: Clock,
         say: Callable[[str], None],
@@ -166,13 +167,13 @@ class FileLine:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise WavError(f"{out} cannot be made a folder: {err.strerror}") from None
-        welcome = client.welcome
+        welcome = boxes.welcome
         pieces = read_pieces(welcome.pieces)
         self.calls: list[Call] = [
             Call(number, plan, WavReader(plan.wav), out, welcome, pieces)
             for number, plan in enumerate(plans, 1)
         ]
-        self._client = client
+        self._boxes = boxes
         self._clock = clock
         self._say = say
         self._told: set[int] = set()
@@ -186,8 +187,8 @@ class FileLine:
 
     def run(self) -> int:
         """Place all calls; return when the last is over. The exit code of `run_calls`."""
-        if self._client.welcome.notice:
-            self._say(self._client.welcome.notice)
+        if self._boxes.welcome.notice:
+            self._say(self._boxes.welcome.notice)
         try:
             while not all(call.is_over for call in self.calls):
                 self._turn()
@@ -208,30 +209,26 @@ class FileLine:
             if self._interrupts:
                 call.hang_up()
             for message in call.advance(self._clock.now_ns()):
-                self._client.send(message)
+                self._boxes.send(call.number, message)
         self._tell()
         now_ns = self._clock.now_ns()
         waits = [call.wake_ns(now_ns) - now_ns for call in self.calls if not call.is_over]
         wait_s = max(0.0, min(waits, default=0) / NS_PER_S)
-        news = self._client.receive(min(wait_s, LONGEST_SLEEP_S))
-        while news is not None:
-            self._hear(news)
-            news = self._client.receive()
+        for news in self._boxes.receive(min(wait_s, LONGEST_SLEEP_S)):
+            self._hear(self.calls[news.call - 1], news)
 
-    def _hear(self, message: control.FromBox) -> None:
+    def _hear(self, call: "Call", news: News) -> None:
         now_ns = self._clock.now_ns()
-        match message:
-            case control.Admitted() if 1 <= message.request <= len(self.calls):
-                for reply in self.calls[message.request - 1].admitted(message, now_ns):
-                    self._client.send(reply)
-            case control.Refused() if 1 <= message.request <= len(self.calls):
-                self.calls[message.request - 1].refused(message, now_ns)
-            case control.Gone():
-                for call in self.calls:
-                    if call.session == message.session:
-                        call.gone(message, now_ns)
-            case _:
-                raise control.ControlError(f"the box said {message} to a line that never asked")
+        match news.message:
+            case control.Admitted() as message:
+                for reply in call.admitted(message, now_ns, news.t0_ns):
+                    self._boxes.send(call.number, reply)
+            case control.Refused() as message:
+                call.refused(message, now_ns)
+            case control.Gone() as message:
+                call.gone(message, now_ns)
+            case Lost() as lost:
+                call.end(now_ns, lost.why)
 
     def _tell(self) -> None:
         """One line for each call that is over and has not been spoken of."""

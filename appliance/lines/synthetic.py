@@ -172,8 +172,10 @@ class SyntheticCall:
         """The next frame is the last."""
         self._frames = min(self._frames, self._next + 1)
 
-    def admitted(self, message: control.Admitted, now_ns: int) -> None:
-        """Attach to the channel and begin to talk."""
+    def admitted(self, message: control.Admitted, now_ns: int, t0_ns: int | None = None) -> None:
+        """Attach to the channel and begin to talk. t0_ns: of the grid of the box that said yes."""
+        if t0_ns is not None:
+            self._grid = TickGrid(t0_ns, self._grid.period_ns)
         try:
             self._channel = Channel.attach(message.channel)
         except ChannelError as err:

@@ -51,11 +51,14 @@ class Running:
         socket_path: Path,
         work: Callable[[int], None],
         admission: AdmissionConfig = GENEROUS,
+        first_frame_s: int = 1,
     ) -> None:
         self.executor = FakeExecutor(make_bundle(folder / "bundle"), 2, work)
         self.config = Config(
             engine=EngineConfig(folder / "bundle"),
-            clock=ClockConfig(drain_s=0, settle_s=1, first_frame_s=1, realtime_priority=0),
+            clock=ClockConfig(
+                drain_s=0, settle_s=1, first_frame_s=first_frame_s, realtime_priority=0
+            ),
             control=ControlConfig(socket_path),
             ledger=LedgerConfig(folder / "calls"),
             admission=admission,

@@ -1,0 +1,218 @@
+"""A line and its boxes: placed by headroom, refused only by all, and one lost box costs its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance import control, demonstration, ledger, report
+from appliance.admission import Reason
+from appliance.clock import MonotonicClock
+from appliance.config import AdmissionConfig
+from appliance.lines.boxes import Boxes, News
+from tests.appliance.test_box import DEADLINE_S, GENEROUS, Running, spend
+
+ROOT = Path(__file__).parents[3]
+CLOCK = MonotonicClock()
+
+
+class House:
+    """Two boxes in this process, each with 2 slots, their sockets in one folder."""
+
+    def __init__(self, folder: Path, sockets: Path, second: AdmissionConfig = GENEROUS) -> None:
+        self.sockets = sockets
+        self.boxes = [
+            Running(folder / "a", sockets / "a.sock", lambda batch: None, first_frame_s=60),
+            Running(
+                folder / "b",
+                sockets / "b.sock",
+                lambda batch: spend(0.03 * batch),
+                second,
+                first_frame_s=60,
+            ),
+        ]
+        for box in self.boxes:
+            box.start()
+
+    def held(self) -> list[int]:
+        return [box.box.switchboard.sessions for box in self.boxes]
+
+    def close(self) -> None:
+        for box in self.boxes:
+            box.box.drain()
+            box.join()
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dbx-") as folder:
+        yield Path(folder)
+
+
+def answer(boxes: Boxes, call: int) -> News:
+    """What ``call`` is told next; others' news are not expected."""
+    for _ in range(int(DEADLINE_S / 0.05)):
+        for news in boxes.receive(0.05):
+            assert news.call == call
+            return news
+    raise AssertionError("no box said anything")
+
+
+def join(boxes: Boxes, call: int) -> News:
+    boxes.send(call, control.Join(call, "test", f"caller {call}"))
+    return answer(boxes, call)
+
+
+def test_newcomers_go_where_headroom_is_largest_and_are_refused_only_by_all(
+    tmp_path: Path, sockets: Path
+) -> None:
+    house = House(tmp_path, sockets)
+    boxes = Boxes.connect(sockets, CLOCK)
+    assert len(boxes) == 2
+    seen = []
+    for call in range(1, 5):
+        news = join(boxes, call)
+        assert isinstance(news.message, control.Admitted)
+        assert news.t0_ns in {box.box.loop.grid.t0_ns for box in house.boxes}
+        seen.append(house.held())
+    # One here, one there: each time where more is free. Both have a session 1 and a session 2.
+    assert seen == [[1, 0], [1, 1], [2, 1], [2, 2]]
+    fifth = join(boxes, 5)
+    assert isinstance(fifth.message, control.Refused)
+    assert fifth.message.reason is Reason.LINES
+    assert [sum(b.box.switchboard.refusals.values()) for b in house.boxes] == [1, 1]
+    boxes.send(2, control.Leave(1, "enough"))  # call 2 is session 1 of the second box
+    news = answer(boxes, 2)
+    assert news.message == control.Gone(1, "left")
+    house.boxes[1].wait_for(lambda: house.held() == [2, 1])
+    boxes.close()
+    house.close()
+
+
+def test_a_box_that_has_no_time_sends_the_caller_to_the_other(
+    tmp_path: Path, sockets: Path
+) -> None:
+    # The second box steps 30 ms for one session and 60 for two: it forecasts too much for two.
+    house = House(tmp_path, sockets, AdmissionConfig(calibrate_s=1, min_margin_ms=30))
+    boxes = Boxes.connect(sockets, CLOCK)
+    for call in range(1, 4):
+        assert isinstance(join(boxes, call).message, control.Admitted)
+    assert house.held() == [2, 1]
+    fourth = join(boxes, 4).message
+    assert isinstance(fourth, control.Refused)
+    assert fourth.reason in (Reason.LINES, Reason.TIME)
+    boxes.close()
+    house.close()
+
+
+def test_a_setting_nobody_takes_is_refused_once(tmp_path: Path, sockets: Path) -> None:
+    house = House(tmp_path, sockets)
+    boxes = Boxes.connect(sockets, CLOCK)
+    boxes.send(1, control.Join(1, "test", "x", {"gian": 1.0}))
+    news = answer(boxes, 1)
+    assert isinstance(news.message, control.Refused)
+    assert news.message.reason is Reason.FAULT
+    assert sum(b.box.switchboard.refusals[Reason.FAULT] for b in house.boxes) == 1
+    boxes.close()
+    house.close()
+
+
+def test_no_box_in_a_folder_is_said_in_a_sentence(sockets: Path) -> None:
+    with pytest.raises(control.BoxGone, match="no box answers in"):
+        Boxes.connect(sockets, CLOCK)
+
+
+@pytest.mark.slow
+def test_one_engine_lost_costs_only_its_own_sessions(tmp_path: Path, sockets: Path) -> None:
+    """Two engine processes on the demo's bundle, four callers in real time, one kill -9."""
+    engines = [serve(tmp_path, sockets, name) for name in ("a", "b")]
+    callers = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
+            *(str(path) for path in demonstration.script().callers),
+            *("--socket", str(sockets), "--out", str(tmp_path / "callers.json")),
+            *("--count", "4", "--talk", "6", "--stagger", "0.3", "--jitter-ms", "0", "--loss", "0"),
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_calls(tmp_path, {"a": 2, "b": 2})
+        spend(1.5)  # all four talk
+        engines[0].send_signal(signal.SIGKILL)
+        _, said = callers.communicate(timeout=60)
+        assert callers.returncode == 1
+    finally:
+        for process in (callers, *engines):
+            process.terminate()
+            process.wait(DEADLINE_S)
+            assert process.stderr is not None
+            process.stderr.close()
+    assert said.count(": finished") == 2
+    assert said.count("the box closed the connection") + said.count("broke") == 2
+    # The other engine's two calls: whole, accounted for, and of full length.
+    kept = report.summarise(ledger.read_folder(tmp_path / "b"))
+    assert [s.ended for s in kept.sessions] == ["finished"] * 2
+    assert (kept.unexplained, kept.failed) == (0, 0)
+    assert min(s.due for s in kept.sessions) >= 75
+    # What the lost one wrote up to then can be read, and says that it has no end.
+    lost = report.summarise(ledger.read_folder(tmp_path / "a", []))
+    assert [s.ended for s in lost.sessions] == ["unfinished"] * 2
+    for name in Path("/dev/shm").glob(f"dbx-{engines[0].pid}-*"):
+        name.unlink()  # what a killed process could not
+
+
+def serve(folder: Path, sockets: Path, name: str) -> "subprocess.Popen[str]":
+    config = folder / f"{name}.toml"
+    config.write_text(
+        f'[engine]\nbundle = "{demonstration.BUNDLE}"\nslots = 4\n'
+        f"[clock]\ndrain_s = 1\nrealtime_priority = 0\n"
+        f'[control]\nsocket = "{sockets / f"{name}.sock"}"\n[ledger]\nfolder = "{folder / name}"\n'
+        f"[admission]\ncalibrate_s = 1\nmin_margin_ms = 0\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "duplexbox", "appliance", "serve", "--config", str(config)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if "ready: slots=4" in line:
+            return process
+    raise AssertionError(said)
+
+
+def wait_for_calls(folder: Path, wanted: dict[str, int]) -> None:
+    for _ in range(int(DEADLINE_S / 0.05)):
+        if all(len(list((folder / n).glob("*.call"))) == count for n, count in wanted.items()):
+            return
+        spend(0.05)
+    raise AssertionError({n: len(list((folder / n).glob("*.call"))) for n in wanted})
+
+
+def test_a_lost_box_tells_its_own_calls_and_the_rest_go_on(tmp_path: Path, sockets: Path) -> None:
+    house = House(tmp_path, sockets)
+    boxes = Boxes.connect(sockets, CLOCK)
+    for call in (1, 2):
+        assert isinstance(join(boxes, call).message, control.Admitted)
+    assert house.held() == [1, 1]
+    house.boxes[0].box.drain()
+    house.boxes[0].box.drain()
+    house.boxes[0].join()
+    assert answer(boxes, 1).message == control.Gone(1, "stopped")
+    while len(boxes) > 1:
+        assert boxes.receive(0.05) == []  # its call was told; the other one has lost nothing
+    assert isinstance(join(boxes, 3).message, control.Admitted)
+    assert house.boxes[1].box.switchboard.sessions == 2
+    boxes.close()
+    house.close()
