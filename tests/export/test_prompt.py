@@ -13,7 +13,7 @@ from engines.ort_executor import OrtExecutor
 from engines.ort_prefill import OrtPrimer
 from engines.prefill import make_prompt
 from engines.voice import read_voice
-from export import prompt, tiny
+from export import cli, prompt, tiny
 from export.loudness import loudness_lufs
 from export.models.config import PERSONAPLEX_7B, PromptConfig
 from export.models.mimi import Mimi
@@ -161,3 +161,27 @@ def test_a_seeded_model_brings_voices_that_differ(persona_bundle: Bundle) -> Non
         assert (found[:, 0] == spec.silent_text_id).all()
         assert (found[:, 9:] == spec.caller_codes).all()
     assert msgspec.json.decode(msgspec.json.encode(spec), type=type(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["personaplex-micro", "--pin-persona", "48"], "window of personaplex-micro is 48 ticks"),
+        (["personaplex-micro", "--pin-persona", "-1"], "Name 0 to 47"),
+        (["personaplex-micro", "--voices", "{empty}"], "holds no .wav or .pt file"),
+        (["micro", "--voices", "{voices}"], "moshi-micro takes no voices; leave --voices out"),
+        (["personaplex-micro", "--voices", "{voices}"], "ann is too quiet or too short"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_with_the_remedy(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "voices").mkdir()
+    soundfile.write(tmp_path / "voices" / "ann.wav", np.zeros(RATE_HZ), RATE_HZ)
+    folders = {"empty": str(tmp_path / "empty"), "voices": str(tmp_path / "voices")}
+    given = [word.format(**folders) for word in words]
+    assert cli.main(["build", *given, "--batches", "1-1", "-o", str(tmp_path / "out")]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("duplexbox export build: ")
+    assert says in last
