@@ -144,8 +144,13 @@ class Arena:
             self._map_next()
 
     def before_tick(self, batch: int) -> None:
-        """Make sure that no row which slots 0..batch-1 write in this tick lacks memory."""
+        """Make sure that no row which slots 0..batch-1 write in this tick lacks memory.
+
+        Hangs up what lies beyond them. Raises `OutOfPages` if the device is full.
+        """
         assert None not in self._ages[:batch], (batch, self._ages)
+        if batch != self._live:
+            self._close_up(batch)  # what left needs nothing any more
         self.counts.late += self._map_due()
         self.memory.settle()
 
@@ -159,8 +164,6 @@ class Arena:
             ages[slot] = age = age + 1
             if age + self.ahead_ticks >= grows_at[slot]:
                 self._hold(slot, age)
-        if batch != self._live:
-            self._close_up(batch)
         self._work()
 
     def _close_up(self, batch: int) -> None:
@@ -197,7 +200,7 @@ class Arena:
             if page in before:
                 continue
             users[page] += 1
-            deadline = self.tick + self._ticks_left(family, slot, page, ticks)
+            deadline = self.tick + max(0, family.ticks_before(slot, page) - ticks)
             for base in family.base_pages:
                 self._wanted.add(base + page)
                 if base + page not in self._mapped:
@@ -214,28 +217,28 @@ class Arena:
                         self._unneeded.append(base + page)
         self._held[index][slot] = pages
 
-    def _ticks_left(self, family: Family, slot: int, page: int, ticks: int) -> int:
-        """Ticks until a session that is ``ticks`` old writes into ``page``."""
-        rows = (page * family.page_bytes - slot * family.slot_bytes) // family.row_bytes
-        return max(0, int(rows // family.clock.rows_per_tick) - ticks)
-
     def _wipe(self, slot: int) -> None:
         """Nothing of an earlier session stays in the rows of ``slot`` that have memory."""
         for family in self.layout.families:
             start, stop = slot * family.slot_bytes, (slot + 1) * family.slot_bytes
+            span = family.span(slot)
             for base in family.base_pages:
-                run_start: int | None = None
-                for page in (*family.span(slot), None):
-                    there = page is not None and base + page in self._mapped
-                    if there and run_start is None:
-                        run_start = page
-                    if run_start is not None and not there:
-                        end = page if page is not None else family.span(slot).stop
-                        low = max(start, run_start * family.page_bytes)
-                        high = min(stop, end * family.page_bytes)
-                        offset = base * family.page_bytes + low
-                        self.memory.fill(offset, high - low, self.poison)
-                        run_start = None
+                for first, last in self._mapped_runs(base, span):
+                    low = max(start, first * family.page_bytes)
+                    high = min(stop, last * family.page_bytes)
+                    self.memory.fill(base * family.page_bytes + low, high - low, self.poison)
+
+    def _mapped_runs(self, base: int, span: range) -> list[tuple[int, int]]:
+        """Neighbouring pages of ``span`` with memory, as (first, one past the last)."""
+        runs: list[tuple[int, int]] = []
+        for page in span:
+            if base + page not in self._mapped:
+                continue
+            if runs and runs[-1][1] == page:
+                runs[-1] = (runs[-1][0], page + 1)
+            else:
+                runs.append((page, page + 1))
+        return runs
 
     def _map_due(self, ticks: int = 1) -> int:
         """Map everything the next ``ticks`` ticks need, at once; how many pages that were."""
@@ -253,14 +256,8 @@ class Arena:
         except OutOfPages:
             self.is_short = True  # tried again every tick; a tick that needs the page now fails
         budget = self.pace
-        while budget and self._unneeded:
-            page = self._unneeded.pop()
-            if page in self._mapped and page not in self._wanted:
-                self.memory.settle()
-                self.memory.unmap_page(page)
-                self._mapped.discard(page)
-                self.counts.unmapped += 1
-                budget -= 1
+        while budget and self._unmap_next():
+            budget -= 1
 
     def _map_next(self) -> bool:
         """Map the page that is due first; False if that had happened or is no longer wanted."""
@@ -271,8 +268,27 @@ class Arena:
         heapq.heappop(self._due)
         return is_needed
 
+    def _unmap_next(self) -> bool:
+        """Take the memory from one page nobody wants; False if there is none."""
+        while self._unneeded:
+            page = self._unneeded.pop()
+            if page in self._mapped and page not in self._wanted:
+                self.memory.settle()
+                self.memory.unmap_page(page)
+                self._mapped.discard(page)
+                self.counts.unmapped += 1
+                return True
+        return False
+
     def _map(self, page: int) -> None:
-        self.memory.map_page(page)
+        """Raises `OutOfPages` only when there is no page left to take from."""
+        while True:
+            try:
+                self.memory.map_page(page)
+                break
+            except OutOfPages:
+                if not self._unmap_next():
+                    raise
         self._mapped.add(page)
         self.counts.mapped += 1
         size = self.layout.page_bytes

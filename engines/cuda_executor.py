@@ -182,6 +182,7 @@ class CudaExecutor:
         """
         self._enter()
         if batch == 0:
+            self.arena.before_tick(0)
             self.arena.after_launch(0)
             return
         for slot in self.arena.vacant(batch):

@@ -15,7 +15,8 @@ Rings that move alike (same clock, same bytes) need the same pages relative to t
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 
 from engines.bundle import ITEMSIZE, Manifest, RegionSpec
 from engines.clocks import ClockKind, NativeClock
@@ -50,20 +51,28 @@ class Family:
     """First page of each ring in the growing range."""
     pages: int
     """Pages of one ring, all slots."""
+    row_bytes: int = field(init=False)
+    advance: Fraction = field(init=False)
+    """The clock's, decoded once: the arena asks in every tick."""
 
-    @property
-    def row_bytes(self) -> int:
-        return self.slot_bytes // self.clock.retain
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_bytes", self.slot_bytes // self.clock.retain)
+        object.__setattr__(self, "advance", self.clock.rows_per_tick)
 
     @property
     def page_ticks(self) -> int:
         """Ticks a full page lasts, at least one."""
-        rows = self.page_bytes // self.row_bytes
-        return max(1, int(rows // self.clock.rows_per_tick))
+        return max(1, int(self.page_bytes // self.row_bytes // self.advance))
 
     def bytes_at(self, ticks: int) -> int:
         """Bytes of one ring that hold something after ``ticks`` ticks."""
-        return self.clock.valid_rows(ticks) * self.row_bytes
+        rows = ticks * self.advance.numerator // self.advance.denominator
+        return min(rows, self.clock.retain) * self.row_bytes
+
+    def ticks_before(self, slot: int, page: int) -> int:
+        """Age at which ``slot`` has yet to write its first row into ``page``."""
+        rows = (page * self.page_bytes - slot * self.slot_bytes) // self.row_bytes
+        return max(0, rows * self.advance.denominator // self.advance.numerator)
 
     def pages_at(self, slot: int, ticks: int) -> range:
         """Pages, counted from a ring's first, under what ``slot`` holds after ``ticks`` ticks."""
@@ -73,16 +82,16 @@ class Family:
 
     def span(self, slot: int) -> range:
         """Pages under the whole of ``slot``."""
-        return self.pages_at(slot, self.clock.ticks_until_full())
+        start = slot * self.slot_bytes
+        last = start + self.slot_bytes
+        return range(start // self.page_bytes, -(-last // self.page_bytes))
 
     def grows_at(self, slot: int, ticks: int) -> int:
         """First age beyond ``ticks`` at which ``slot`` needs a page more; `NEVER` if none."""
         held = self.pages_at(slot, ticks).stop
         if held == self.span(slot).stop:
             return NEVER
-        rows = (held * self.page_bytes - slot * self.slot_bytes) // self.row_bytes
-        advance = self.clock.rows_per_tick
-        age = max(ticks, int(rows // advance)) + 1
+        age = max(ticks, self.ticks_before(slot, held)) + 1
         while self.pages_at(slot, age).stop == held:  # a row may end exactly with its page
             age += 1
         return age
