@@ -51,7 +51,6 @@ class Foresight:
         self._calls_ns = tuple(length * NS_PER_S for length in config.call_lengths_s)
         self._fill_now = 0.0
         self._fitted_ns: int | None = None
-        self._fitted = 0
         self._shed_tick = -config.shed_after
 
     def look(self, now_ns: int) -> None:
@@ -60,7 +59,7 @@ class Foresight:
         margin_ns = None
         if ring.read < ring.written:
             self._fill_now = int(ring.rows[(ring.written - 1) % ring.capacity, 1]) / 1000
-            margin_ns = ring.pour(self._samples)
+            margin_ns = ring.pour(self._samples, now_ns)
         elif not self._loop.counts.live:
             self._fill_now = 0.0
         calm_ns = self._config.calm_s * NS_PER_S
@@ -92,10 +91,10 @@ class Foresight:
         if not self.look_at_time:
             return None
         now_ns = self._loop.clock.now_ns()
-        stale = self._fitted_ns is None or now_ns - self._fitted_ns >= REFIT_NS
-        if stale and self._samples.added != self._fitted:
-            self.model = self._samples.fit()
-            self._fitted, self._fitted_ns = self._samples.added, now_ns
+        if self._fitted_ns is None or now_ns - self._fitted_ns >= REFIT_NS:
+            # Also when nothing was added: what is too old no longer counts.
+            self.model = self._samples.fit(now_ns) or self.model
+            self._fitted_ns = now_ns
         if self.model is None:
             return None
         return Forecast(

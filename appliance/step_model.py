@@ -24,6 +24,13 @@ from numpy.typing import NDArray
 KEEP_TICKS = 256
 """Newest ticks kept per bucket: 20 s of 80 ms ticks, after which a disturbance is forgotten."""
 
+FORGET_NS = 60_000_000_000
+"""How long a live tick counts. A box that was disturbed and lets nobody in sees no new ticks of the
+batches it refuses: it must forget, try again, and be ready to learn again."""
+
+ENOUGH_TICKS = 64
+"""Fresh live ticks of a bucket that take the place of what calibration measured there."""
+
 FILL_BUCKETS = 8
 """Kinds of fill told apart per batch, by mean fill."""
 
@@ -65,13 +72,20 @@ class StepModel:
         return round(median + self.tail_ns * stretch)
 
 
+def _newest() -> deque[tuple[float, int, int]]:
+    return deque(maxlen=KEEP_TICKS)
+
+
 @dataclass(slots=True)
 class _Bucket:
-    ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=KEEP_TICKS))
-    """(fill, busy_ns) of the newest ticks."""
+    calibrated: deque[tuple[float, int, int]] = field(default_factory=_newest)
+    """(fill, busy_ns, at_ns) of ticks without callers."""
+    live: deque[tuple[float, int, int]] = field(default_factory=_newest)
 
-    def add(self, fill: float, busy_ns: int) -> None:
-        self.ticks.append((fill, busy_ns))
+    def counting(self, now_ns: int) -> list[tuple[float, int, int]]:
+        """What counts at ``now_ns``: fresh live ticks, and calibration while those are few."""
+        fresh = [tick for tick in self.live if now_ns - tick[2] <= FORGET_NS]
+        return fresh if len(fresh) >= ENOUGH_TICKS else [*self.calibrated, *fresh]
 
 
 class StepSamples:
@@ -82,25 +96,33 @@ class StepSamples:
         self.added = 0
         """Ticks ever added."""
 
-    def add(self, batch: int, fill: float, busy_ns: int) -> None:
-        """fill: sum over the ``batch`` sessions, 0..batch. busy_ns: start of the tick to done."""
+    def add(self, batch: int, fill: float, busy_ns: int, at_ns: int | None = None) -> None:
+        """One tick. fill: sum over the ``batch`` sessions, 0..batch. busy_ns: its start to done.
+
+        at_ns: when, for a live tick; None: calibration, which counts until live ticks do.
+        """
         assert batch > 0, batch
         assert 0 <= fill <= batch, (fill, batch)
         level = min(FILL_BUCKETS - 1, int(FILL_BUCKETS * fill / batch))
-        self._buckets.setdefault((batch, level), _Bucket()).add(fill, busy_ns)
+        bucket = self._buckets.setdefault((batch, level), _Bucket())
+        kept = bucket.calibrated if at_ns is None else bucket.live
+        kept.append((fill, busy_ns, at_ns or 0))
         self.added += 1
 
-    def fit(self) -> StepModel | None:
-        """The model of what was added; None when nothing was."""
-        if not self._buckets:
+    def fit(self, now_ns: int) -> StepModel | None:
+        """The model of what counts at ``now_ns``; None when nothing does."""
+        counting = {key: bucket.counting(now_ns) for key, bucket in self._buckets.items()}
+        if not any(counting.values()):
             return None
         batches: list[int] = []
         fills: list[float] = []
         medians: list[float] = []
         weights: list[int] = []
         ticks: list[NDArray[np.float64]] = []
-        for (batch, _), bucket in self._buckets.items():
-            seen = np.array(bucket.ticks, np.float64)
+        for (batch, _), bucket in counting.items():
+            if not bucket:
+                continue
+            seen = np.array(bucket, np.float64)
             batches.append(batch)
             fills.append(float(seen[:, 0].mean()))
             medians.append(float(np.median(seen[:, 1])))
@@ -179,13 +201,13 @@ class StepRing:
             self.rows[self.written % self.capacity] = (batch, fill_permille, busy_ns, margin_ns)
             self.written += 1
 
-    def pour(self, samples: StepSamples) -> int | None:
+    def pour(self, samples: StepSamples, now_ns: int) -> int | None:
         """Reader: move all rows into ``samples``. Returns the smallest margin; None: no row."""
         smallest = None
         written = self.written
         while self.read < written:
             batch, fill, busy_ns, margin_ns = self.rows[self.read % self.capacity].tolist()
             self.read += 1
-            samples.add(batch, min(batch, fill / 1000), busy_ns)
+            samples.add(batch, min(batch, fill / 1000), busy_ns, now_ns)
             smallest = margin_ns if smallest is None else min(smallest, margin_ns)
         return smallest

@@ -40,7 +40,7 @@ def test_batches_double_up_to_the_largest(slots: int, batches: tuple[int, ...]) 
 def test_young_and_old_sessions_are_timed_and_the_fit_tells_them_apart(tmp_path: Path) -> None:
     clock, samples = FakeClock(), StepSamples()
     calibrate(AgingExecutor(tmp_path, clock), clock, 3000 * MS, samples, lambda: False)
-    model = samples.fit()
+    model = samples.fit(0)
     assert model is not None
     terms = (model.base_ns, model.session_ns, model.fill_ns)
     assert terms == pytest.approx((5 * MS, 2 * MS, 3 * MS), rel=1e-6)
@@ -62,7 +62,7 @@ def test_an_engine_that_cannot_age_is_timed_young(
     samples = StepSamples()
     calibrate(executor, FakeClock(), 10 * MS, samples, lambda: False)
     assert samples.added == 2 * KEEP_TICKS  # a clock that stands still: the budget never ends
-    model = samples.fit()
+    model = samples.fit(0)
     assert model is not None
     assert model.largest_fill == 0
     assert "cannot be timed at full retention" in caplog.text

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.step_model import KEEP_TICKS, StepModel, StepRing, StepSamples
+from appliance.step_model import (
+    ENOUGH_TICKS,
+    FORGET_NS,
+    KEEP_TICKS,
+    StepModel,
+    StepRing,
+    StepSamples,
+)
 
 TICKS = st.lists(
     st.tuples(
@@ -24,7 +31,7 @@ def fit(ticks: Sequence[tuple[int, float, int]]) -> StepModel:
     samples = StepSamples()
     for batch, mean_fill, busy_ns in ticks:
         samples.add(batch, batch * mean_fill, busy_ns)
-    model = samples.fit()
+    model = samples.fit(0)
     assert model is not None
     return model
 
@@ -62,8 +69,36 @@ def test_an_old_disturbance_is_forgotten() -> None:
     assert model.p999_ns(2, 0) == pytest.approx(1_000_000)
 
 
+def test_a_disturbance_does_not_outlast_the_ticks_it_was_seen_in() -> None:
+    """Nobody is let in, so no tick of that batch can ever say that it is over."""
+    samples = StepSamples()
+    for _ in range(50):
+        samples.add(4, 0, 10_000_000)  # calibrated
+    for _ in range(KEEP_TICKS):
+        samples.add(4, 0, 200_000_000, at_ns=1)
+    disturbed, later = samples.fit(1), samples.fit(2 + FORGET_NS)
+    assert disturbed is not None
+    assert later is not None
+    assert disturbed.p999_ns(4, 0) == pytest.approx(200_000_000)
+    assert later.p999_ns(4, 0) == pytest.approx(10_000_000)
+
+
+def test_live_ticks_take_the_place_of_calibration_once_there_are_enough() -> None:
+    samples = StepSamples()
+    for _ in range(50):
+        samples.add(4, 0, 60_000_000)  # the machine was busy when the box started
+    for n in range(ENOUGH_TICKS):
+        fitted = samples.fit(0)
+        assert fitted is not None
+        assert fitted.p999_ns(4, 0) >= 59_000_000, n
+        samples.add(4, 0, 10_000_000, at_ns=0)
+    fitted = samples.fit(0)
+    assert fitted is not None
+    assert fitted.p999_ns(4, 0) == pytest.approx(10_000_000)
+
+
 def test_nothing_added_nothing_forecast() -> None:
-    assert StepSamples().fit() is None
+    assert StepSamples().fit(0) is None
 
 
 @given(ticks=TICKS, batch=st.integers(1, 40), fill=st.floats(0, 1))
@@ -92,11 +127,11 @@ def test_a_forecast_is_never_below_the_median_of_what_was_measured(
 
 def test_the_ring_hands_on_every_row_and_the_smallest_margin() -> None:
     ring, samples = StepRing(capacity=4), StepSamples()
-    assert ring.pour(samples) is None
+    assert ring.pour(samples, 5) is None
     for n in range(6):  # two more than fit are dropped, not written over what waits
         ring.put(2, 1000, 10 + n, 100 - n)
-    assert ring.pour(samples) == 97
+    assert ring.pour(samples, 5) == 97
     assert samples.added == 4
     ring.put(3, 4000, 10, 5)  # more fill than sessions: rounding, not an error
-    assert ring.pour(samples) == 5
+    assert ring.pour(samples, 5) == 5
     assert np.array_equal(ring.rows[0], [3, 4000, 10, 5])
