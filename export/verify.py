@@ -278,6 +278,7 @@ def call(bundle: Bundle, twins: Mapping[str, Twin], pcm: Array) -> dict[str, Arr
     manifest = bundle.manifest
     batch = pcm.shape[1]
     state = {region.name: _first(region, batch) for region in manifest.regions}
+    rings = {region.name for region in manifest.regions if region.in_place}
     for name, value in golden.GREEDY.items():
         state[name][...] = value
     noise = next((t for s in manifest.stages for t in s.outputs if t.name == NOISE), None)
@@ -288,20 +289,31 @@ def call(bundle: Bundle, twins: Mapping[str, Twin], pcm: Array) -> dict[str, Arr
             named[NOISE] = np.zeros((batch, *noise.row_shape), np.float32)
         for stage in manifest.stages:
             if stage.graph:
-                _step(stage, twins[stage.name], named, state)
+                _step(stage, twins[stage.name], named, state, rings)
         for name, column in said.items():
             column.append(named[name])
     return {name: np.stack(column) for name, column in said.items()}
 
 
-def _step(stage: StageSpec, twin: Twin, named: dict[str, Array], state: dict[str, Array]) -> None:
+def _step(
+    stage: StageSpec,
+    twin: Twin,
+    named: dict[str, Array],
+    state: dict[str, Array],
+    rings: set[str],
+) -> None:
+    given = {t.name: state[t.name] if t.name in state else named[t.name] for t in stage.inputs}
+
     def take(name: str, value: Array) -> None:
         region = name.removesuffix(NEXT)
-        (state if region in state else named)[region if region in state else name] = value
+        if region in state:
+            state[region] = value
+            if region in rings:
+                del given[region]  # nobody reads it again: one copy of the rings is enough
+        else:
+            named[name] = value
 
-    twin.run(
-        {t.name: state[t.name] if t.name in state else named[t.name] for t in stage.inputs}, take
-    )
+    twin.run(given, take)
 
 
 def _first(region: RegionSpec, batch: int) -> Array:
