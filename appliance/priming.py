@@ -123,6 +123,14 @@ class Job:
         return self.values is not None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifted:
+    """A job between two slots, with what was fed so far."""
+
+    job: Job
+    rows: list[tuple[Piece, NDArray[Any]]]
+
+
 @dataclass(slots=True)
 class PrimingCounts:
     """Read by other threads without a lock."""
@@ -154,9 +162,12 @@ class PrimingDesk:
         self._parked: list[Job] = []
         """Every job that holds a slot, done or not."""
 
-    def take(self, job: Job) -> None:
-        """Give a newcomer the highest slot nobody holds; admission has seen to it that one is."""
-        job.slot = self._free_slot()
+    def take(self, job: Job, live: int) -> None:
+        """Give a newcomer the highest slot nobody holds; admission has seen to it that one is.
+
+        live: slots 0..live-1 belong to sessions that talk.
+        """
+        job.slot = self._free_slot(live)
         self._parked.append(job)
         self._count()
 
@@ -167,7 +178,7 @@ class PrimingDesk:
         self._count()
 
     def seat(self, job: Job, slot: int) -> None:
-        """Make ``slot``, which must be vacant, the session of a job that is done.
+        """Make ``slot``, from which others were lifted, the session of a job that is done.
 
         Raises `SettingError`; drop it then.
         """
@@ -175,13 +186,28 @@ class PrimingDesk:
         self._primer.settle(job.slot, slot, job.settings, job.values)
         self.drop(job)
 
-    def vacate(self, slot: int, besides: Job | None = None) -> None:
-        """The next live session needs ``slot``: whoever is being primed there moves up."""
+    def lift(self, slot: int, besides: Job | None) -> Lifted | None:
+        """The next live session needs ``slot``: take up whoever is being primed there, if anybody.
+
+        What was fed so far is copied out: no more than the prompt's own rows.
+        """
         for job in self._parked:
             if job.slot == slot and job is not besides:
-                target = self._free_slot()
-                self._move(job, target)
-                job.slot = target
+                age = Age(job.prompt.key, job.fed + job.done, 0, whole=False)
+                found = snapshots.pieces(self._manifest, age, 1 << 62)
+                rows = [(p, self._primer.read(slot, p.region, p.first, p.rows)) for p in found]
+                job.slot = -1
+                if job.loaded is not None and not job.fed:
+                    job.pieces = job.piece = None  # a snapshot half written begins anew
+                return Lifted(job, rows)
+        return None
+
+    def put_down(self, lifted: Lifted, live: int) -> None:
+        """Give whoever was lifted another slot, once the live session has its own."""
+        lifted.job.slot = self._free_slot(live)
+        self._primer.clear(lifted.job.slot)
+        for piece, rows in lifted.rows:
+            self._primer.write(lifted.job.slot, piece.region, piece.first, rows)
 
     def work(self, next_tick_ns: int) -> list[Job]:
         """Do what fits before ``next_tick_ns``; returns jobs that are now done."""
@@ -287,17 +313,11 @@ class PrimingDesk:
             job.kept = snapshots.empty_snapshot(self._manifest, age)
         return job.kept
 
-    def _move(self, job: Job, target: int) -> None:
-        """Take what was fed so far to another slot; bounded by the prompt's length."""
-        age = Age(job.prompt.key, job.fed + job.done, 0, whole=False)
-        self._primer.clear(target)
-        for piece in snapshots.pieces(self._manifest, age, 1 << 62):
-            rows = self._primer.read(job.slot, piece.region, piece.first, piece.rows)
-            self._primer.write(target, piece.region, piece.first, rows)
-
-    def _free_slot(self) -> int:
+    def _free_slot(self, live: int) -> int:
         taken = {job.slot for job in self._parked}
-        return next(slot for slot in reversed(range(self._slots)) if slot not in taken)
+        free = [slot for slot in range(live, self._slots) if slot not in taken]
+        assert free, (live, taken, self._slots)
+        return free[-1]
 
     def _count(self) -> None:
         self.counts.waiting = sum(not job.done for job in self._parked)

@@ -226,7 +226,7 @@ class TickLoop:
             message = self.inbox.popleft()
             if isinstance(message, Arrive):
                 if self.desk is not None and message.seat.job is not None:
-                    self.desk.take(message.seat.job)
+                    self.desk.take(message.seat.job, len(self._slots))
                     self._priming.append(message.seat)
                 else:
                     self._waiting.append(message.seat)
@@ -264,16 +264,19 @@ class TickLoop:
 
     def _seat(self, seat: Seat, tick: int) -> None:
         slot = self._slots.take(seat)
+        lifted = self.desk.lift(slot, seat.job) if self.desk is not None else None
         try:
-            if self.desk is not None:
-                self.desk.vacate(slot, seat.job)
             if self.desk is not None and seat.job is not None:
                 self.desk.seat(seat.job, slot)
             else:
                 self.executor.join(slot, seat.settings)
         except SettingError:  # admission let it through: this session's trouble, nobody else's
             self._slots.leave(seat)
+            self._drop_job(seat)
             seat.ending = Event.FAULT
+        if self.desk is not None and lifted is not None:
+            self.desk.put_down(lifted, len(self._slots))
+        if seat.ending is not None:
             return
         self._stamps[slot] = seat.generation
         self.outbox.append(WentLive(seat.session, tick, slot))

@@ -71,7 +71,7 @@ def prompt_of(rows: int, first_id: int = 100) -> Prompt:
 
 
 class PromptedExecutor(FakeExecutor):
-    """feeding: called with the rows of every feed (0: a first choice), in its place."""
+    """feeding: called with the rows of every feed (0: of every copy), in its place."""
 
     def __init__(
         self,
@@ -88,6 +88,17 @@ class PromptedExecutor(FakeExecutor):
         """(slot, first row, rows) of every feed."""
         self.told: dict[int, bytes] = {}
         """What the session of a slot was told."""
+
+    def join(self, slot: int, settings: Mapping[str, float]) -> None:
+        super().join(slot, settings)
+        self.told.pop(slot, None)
+
+    def move(self, source: int, target: int) -> None:
+        super().move(source, target)
+        self.ring[target] = self.ring[source]
+        self.told.pop(target, None)
+        if source in self.told:
+            self.told[target] = self.told.pop(source)
 
     def primer(self) -> "PromptedExecutor":
         return self
@@ -125,9 +136,11 @@ class PromptedExecutor(FakeExecutor):
 
     def read(self, slot: int, name: str, first: int = 0, rows: int | None = None) -> NDArray[Any]:
         assert name == RING.name, name
+        self.feeding(0)
         end = first + (RETAIN if rows is None else rows)
         return np.array(self.ring[slot][:, first:end])
 
     def write(self, slot: int, name: str, first: int, rows: NDArray[Any]) -> None:
         assert name == RING.name, name
+        self.feeding(0)
         self.ring[slot][:, first : first + rows.shape[1]] = rows

@@ -3,16 +3,19 @@
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance import priming
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import TickGrid
 from appliance.priming import CHUNKS, Costs, Job, Kind, Need, PrimingDesk, plan_piece
 from appliance.session import Event, SessionId
 from appliance.tick_loop import Arrive, Depart, Left, Primed, Seat, WentLive
+from engines.snapshot import Snapshot
 from tests.fakes import PERIOD_NS, FakeCaller, FakeClock, make_loop
 from tests.fakes_prompt import PromptedExecutor, make_prompted_bundle, prompt_of
 
@@ -70,11 +73,13 @@ class Desk:
         self.loop.grid = TickGrid(self.clock.now_ns(), PERIOD_NS)
         self.loop.desk = self.desk
         self.callers: list[FakeCaller] = []
+        self.arrived = 0
         self.due = 0
 
     def caller(self, job: Job | None = None) -> FakeCaller:
         name = f"dbxtest-{uuid.uuid4().hex[:12]}"
-        caller = FakeCaller(self.loop, name, len(self.callers) + 1)
+        self.arrived += 1
+        caller = FakeCaller(self.loop, name, self.arrived)
         self.callers.append(caller)
         if job is None:
             caller.arrive()
@@ -203,3 +208,53 @@ def test_a_kept_snapshot_replaces_feeding_and_is_the_same_state(desk: Desk) -> N
     assert second.used_snapshot
     assert second.kept is None
     assert desk.executor.told[0] == prompt_of(50).ids[:, 0].tobytes()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_thousand_ticks_of_comings_and_goings_mix_no_slot_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(priming, "PIECE_BYTES", 48)  # three rows
+    desk, draw, number = Desk(tmp_path), Random(seed), 0
+    under_way: dict[int, tuple[FakeCaller, Job | None]] = {}
+    told, kept = 0, list[tuple[int, int, Snapshot]]()
+    for _ in range(1000):
+        desk.step_ns = draw.choice([5, 40, 66, 69]) * MS
+        if len(under_way) < 4 and draw.random() < 0.3:
+            number += 1
+            job = desk.job(draw.randint(1, 60), 1000 * number) if draw.random() < 0.8 else None
+            if job is not None and kept and draw.random() < 0.5:
+                rows, first_id, snapshot = draw.choice(kept)
+                job = desk.job(rows, first_id)
+                job.loaded = snapshot
+            under_way[number] = (desk.caller(job), job)
+        for session, (caller, _) in list(under_way.items()):
+            if draw.random() < 0.4 and caller.channel.uplink.waiting < 8:
+                caller.speak(last=draw.random() < 0.1)
+            elif draw.random() < 0.05:
+                desk.loop.inbox.append(Depart(SessionId(session), Event.LOST))
+        desk.tick(speak=False)
+        live = {seat.session: seat for seat in desk.loop._slots}
+        for session, seat in live.items():
+            _, mine = under_way[session]
+            expected = mine.prompt.ids[:, 0].tobytes() if mine is not None else None
+            told += expected is not None
+            assert desk.executor.told.get(seat.slot) == expected, (session, seat.slot)
+        parked = [job.slot for _, job in under_way.values() if job is not None and job.slot >= 0]
+        assert len(set(parked)) == len(parked)
+        assert not set(parked) & set(range(len(live)))
+        heard = desk.news()
+        for done in [news.job for news in heard if isinstance(news, Primed)]:
+            if done.kept is not None:
+                kept.append((done.prompt.rows, int(done.prompt.frames[0, 0]), done.kept))
+        for gone in [news for news in heard if isinstance(news, Left)]:
+            caller, job = under_way.pop(gone.session)
+            caller.close()
+            desk.callers.remove(caller)
+            assert job is None or job.slot == -1
+        desk.loop.ring.take()
+    assert number > 100
+    assert told > 300
+    assert desk.loop.counts.late == 0
+    for caller, _ in under_way.values():
+        caller.close()
