@@ -220,6 +220,39 @@ def test_a_prompted_session_is_saved_mid_call_and_goes_on_elsewhere(
     assert len(set(expected)) == ticks
 
 
+def test_a_kept_prompt_gives_the_same_call_bit_for_bit(
+    persona_bundle: Bundle, tmp_path: Path
+) -> None:
+    manifest, prompt = persona_bundle.manifest, prompt_of(persona_bundle, embedded=5)
+    age, path, settings = snapshot.prompt_age(prompt), tmp_path / "p.snap", {"sampling.seed": 3.0}
+    pcm = speech(8, 12, 1, SAMPLES).numpy()
+
+    def listen(kept: snapshot.Snapshot | None) -> list[bytes]:
+        executor = OrtExecutor(persona_bundle, 2)
+        primer, heard = OrtPrimer(executor), []
+        if kept is None:
+            feed(primer, 1, prompt, 16)
+            snapshot.write(path, manifest, snapshot.save(primer, manifest, 1, age))
+        else:
+            primer.clear(1)
+            for piece in snapshot.pieces(manifest, age, 700):
+                region = manifest.region(piece.region)
+                snapshot.put_piece(primer, 1, region, kept, piece)
+        primer.settle(1, 0, settings, primer.open(1, prompt, settings))
+        for frame in pcm:
+            executor.audio_in[:1] = frame
+            executor.step(1)
+            heard.append(executor.audio_out[0].tobytes() + executor.text[0].tobytes())
+        return heard
+
+    fed = listen(None)
+    kept = snapshot.read(path, manifest, age)
+    assert kept.values == {}
+    assert sorted(kept.rings) == sorted(RINGS)
+    assert {ring.shape for ring in kept.rings.values()} == {(1, ROWS - 1, CONFIG.dimension)}
+    assert listen(kept) == fed
+
+
 def test_nothing_of_a_former_tenant_is_left_in_a_primed_slot(persona_bundle: Bundle) -> None:
     prompt = prompt_of(persona_bundle, rows=9)
     pcm = speech(7, 30, 1, SAMPLES).numpy()
