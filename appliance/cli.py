@@ -33,6 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_callers_arguments(callers)
     callers.set_defaults(run=run_callers)
 
+    status = verbs.add_parser("status", help="how a running box is, and whom it would still admit")
+    status.add_argument(
+        "--socket", type=Path, required=True, help="of the box, or a folder of many"
+    )
+    status.add_argument("--json", action="store_true", help="for another program")
+    status.set_defaults(run=run_status)
+
     certify = verbs.add_parser("certify", help="how many sessions hold on this machine, proven")
     certify.add_argument("bundle", type=Path)
     how = certify.add_mutually_exclusive_group()
@@ -149,6 +156,30 @@ def run_callers(args: argparse.Namespace) -> int:
     from appliance.lines import callers
 
     return callers.run_callers(args)
+
+
+def run_status(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from appliance import control
+    from appliance.status import ask, text
+
+    sockets = sorted(args.socket.glob("*.sock")) if args.socket.is_dir() else [args.socket]
+    if not sockets:
+        return _fail(args, f"{args.socket} holds no socket (*.sock); name a box's", 2)
+    found, code = {}, 0
+    for path in sockets:
+        try:
+            found[str(path)] = ask(path)
+        except (control.BoxGone, control.ControlError) as err:
+            code = _fail(args, err, 1)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        for name, report in found.items():
+            for line in text(name, report):
+                print(line)
+    return code
 
 
 def run_certify(args: argparse.Namespace) -> int:

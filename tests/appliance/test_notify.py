@@ -172,6 +172,16 @@ def setting(name: str) -> str:
     return str(found)
 
 
+def test_a_box_per_gpu_has_the_same_unit_but_for_its_name() -> None:
+    """Two files, because a template cannot be started without a name; they must not drift."""
+    one, many = (
+        [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        for path in (UNIT, UNIT.with_name("duplexbox@.service"))
+    )
+    several = [line for line in many if line != "RuntimeDirectoryPreserve=yes"]
+    assert [line.replace(" %i:", ":").replace("%i", "duplexbox") for line in several] == one
+
+
 def test_the_unit_says_what_the_box_relies_on() -> None:
     assert setting("Type") == "notify"
     assert int(setting("WatchdogSec")) >= 2
@@ -186,12 +196,15 @@ def test_the_unit_says_what_the_box_relies_on() -> None:
     shutil.which("systemd-analyze") is None,
     reason="needs systemd-analyze: apt-get install systemd",
 )
-def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["duplexbox.service", "duplexbox@.service"])
+def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path, name: str) -> None:
     program = tmp_path / "duplexbox"
     program.write_text("#!/bin/sh\n")
     program.chmod(stat.S_IRWXU)
-    unit = tmp_path / "duplexbox.service"
-    text = UNIT.read_text().replace("/opt/duplexbox/venv/bin/duplexbox", str(program))
+    unit = tmp_path / name.replace("@", "@gpu0")
+    text = (
+        (UNIT.parent / name).read_text().replace("/opt/duplexbox/venv/bin/duplexbox", str(program))
+    )
     assert str(program) in text
     unit.write_text(text)
     ran = subprocess.run(
