@@ -122,9 +122,9 @@ def personaplex(
 ) -> list[list[int] | None]:
     """One greedy session as PersonaPlex steps it, all its depth steps, on the package's nets.
 
-    heard: (ticks, 8) codes of the caller; prompt: frames before that, every stream held. At tick t the codes go to position t (plus delay), and
-    position t is held to them; what the model is fed is position t - 1, and what it chooses goes
-    to position t wherever nothing is held. So a tick after the first is needed before anything
+    heard: (ticks, 8) codes of the caller; prompt: frames before that, every stream held. At tick
+    t the codes go to position t (plus delay), and position t is held to them; what the model is
+    fed is position t - 1, and what it chooses goes to position t wherever nothing is held. So a tick after the first is needed before anything
     that was heard is thought about. Returns text and 16 codes per tick, None while they fill.
     """
     config = lm.config
