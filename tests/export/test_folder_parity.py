@@ -124,8 +124,9 @@ def personaplex(
 
     heard: (ticks, 8) codes of the caller; prompt: frames before that, every stream held. At tick
     t the codes go to position t (plus delay), and position t is held to them; what the model is
-    fed is position t - 1, and what it chooses goes to position t wherever nothing is held. So a tick after the first is needed before anything
-    that was heard is thought about. Returns text and 16 codes per tick, None while they fill.
+    fed is position t - 1, and what it chooses goes to position t wherever nothing is held. So a
+    tick after the first is needed before anything that was heard is thought about. Returns text
+    and 16 codes per tick, None while they fill.
     """
     config = lm.config
     model = peer_lm(lm).lm_model
