@@ -253,11 +253,11 @@ def _histogram(calls: Sequence[Call], period_ns: int) -> str:
         'stroke-dasharray="6 4"/>'
         f'<text x="{x - 4:.1f}" y="{TOP + 12}" text-anchor="end" fill="#c00020">deadline</text>'
     )
-    for tick_ms in np.linspace(0, right_ms, 9):
-        at = LEFT + float(tick_ms) / right_ms * (WIDTH - LEFT)
-        anchor = "end" if tick_ms == right_ms else "middle"
+    step_ms = period_ms / 8 * max(1, round(right_ms / period_ms))
+    for number in range(int(right_ms / step_ms) + 1):
+        at = LEFT + number * step_ms / right_ms * (WIDTH - LEFT)
         parts.append(
-            f'<text x="{at:.1f}" y="{HEIGHT - 16}" text-anchor="{anchor}">{tick_ms:.0f}</text>'
+            f'<text x="{at:.1f}" y="{HEIGHT - 16}" text-anchor="middle">{number * step_ms:g}</text>'
         )
     parts.append(
         f'<text x="{LEFT}" y="{HEIGHT - 2}" fill="#444">ms from a tick\'s start to done; '
