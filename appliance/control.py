@@ -218,9 +218,7 @@ def decode_from_box(raw: bytes) -> FromBox:
         raise ControlError(f"not a control message of protocol {PROTOCOL}: {err}") from None
 
 
-def welcome(
-    bundle: Bundle, t0_ns: int, voices: tuple[str, ...], takes_persona: bool
-) -> Welcome:
+def welcome(bundle: Bundle, t0_ns: int, voices: tuple[str, ...], takes_persona: bool) -> Welcome:
     """What a box that runs ``bundle`` says first. t0_ns: start of its tick 0."""
     manifest = bundle.manifest
     return Welcome(
