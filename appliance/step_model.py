@@ -37,6 +37,11 @@ FILL_BUCKETS = 8
 QUANTILE = 0.999
 NEGLIGIBLE = 1e-12
 
+MEDIAN_TICKS = 8
+"""Ticks a bucket must have for its median to count as a misfit of the line. With callers joining
+every second most buckets have a few ticks, and one disturbed pair of them is no step in the curve:
+it counts in the tail, as what it is."""
+
 FILL_SPAN = 0.25
 """Mean fills must differ by this much for their cost to be told from noise: extrapolated from less,
 a hiccup among young sessions would be blown up to a verdict on old ones."""
@@ -134,7 +139,8 @@ class StepSamples:
             terms[:, 2] = 0.0
         target = np.array(medians)
         coefficients = _least_squares(terms, target, np.sqrt(weights))
-        misfit = float(np.maximum(target - terms @ coefficients, 0.0).max())
+        excess = np.maximum(target - terms @ coefficients, 0.0)
+        misfit = float(excess.max(initial=0.0, where=np.array(weights) >= MEDIAN_TICKS))
         spread = [
             seen[:, 1] - (coefficients[0] + coefficients[1] * batch + coefficients[2] * seen[:, 0])
             for batch, seen in zip(batches, ticks, strict=True)

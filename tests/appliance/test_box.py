@@ -389,7 +389,7 @@ def test_a_newcomer_who_would_make_ticks_late_is_refused_for_time(
     running = Running(
         tmp_path,
         socket_path,
-        lambda batch: spend(0.04 * batch - 0.01),  # 30 ms alone; 70 of 80 with two
+        lambda batch: spend(0.06 * batch - 0.05),  # 10 ms alone; 70 of 80 with two
         AdmissionConfig(calibrate_s=1, min_margin_ms=16),
     )
     running.start()

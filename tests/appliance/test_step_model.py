@@ -64,6 +64,19 @@ def test_a_step_in_the_curve_is_not_averaged_away() -> None:
     assert model.p999_ns(5, 0) >= 8_000_000
 
 
+def test_a_bucket_of_a_few_disturbed_ticks_is_no_step_in_the_curve() -> None:
+    """64 callers join one a second: a dozen ticks per batch, and now and then a slow one."""
+    ticks = [
+        (batch, 0.0, 1_000_000 * batch + (25_000_000 if batch == 20 and n < 3 else 0))
+        for batch in range(1, 41)
+        for n in range(3 if batch == 20 else 12)
+    ]
+    model = fit(ticks)
+    assert model.misfit_ns < 1_000_000
+    # They are 3 of 471 ticks, so they are the 99.9th percentile, and count once.
+    assert model.p999_ns(41, 0) == pytest.approx(41_000_000 + 25_000_000, rel=0.1)
+
+
 def test_an_old_disturbance_is_forgotten() -> None:
     model = fit([(2, 0, 70_000_000)] * 100 + [(2, 0, 1_000_000)] * KEEP_TICKS)
     assert model.p999_ns(2, 0) == pytest.approx(1_000_000)

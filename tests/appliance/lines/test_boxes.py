@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +24,20 @@ CLOCK = MonotonicClock()
 class House:
     """Two boxes in this process, each with 2 slots, their sockets in one folder."""
 
-    def __init__(self, folder: Path, sockets: Path, second: AdmissionConfig = GENEROUS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sockets: Path,
+        second: AdmissionConfig = GENEROUS,
+        work: Callable[[int], None] = lambda batch: None,
+    ) -> None:
         self.sockets = sockets
         self.boxes = [
             Running(folder / "a", sockets / "a.sock", lambda batch: None, first_frame_s=60),
             Running(
                 folder / "b",
                 sockets / "b.sock",
-                lambda batch: spend(0.03 * batch),
+                work,
                 second,
                 first_frame_s=60,
             ),
@@ -97,8 +103,9 @@ def test_newcomers_go_where_headroom_is_largest_and_are_refused_only_by_all(
 def test_a_box_that_has_no_time_sends_the_caller_to_the_other(
     tmp_path: Path, sockets: Path
 ) -> None:
-    # The second box steps 30 ms for one session and 60 for two: it forecasts too much for two.
-    house = House(tmp_path, sockets, AdmissionConfig(calibrate_s=1, min_margin_ms=30))
+    # The second box steps 10 ms for one session and 70 for two: more than it forecasts room for.
+    strict = AdmissionConfig(calibrate_s=1, min_margin_ms=30)
+    house = House(tmp_path, sockets, strict, lambda batch: spend(0.06 * batch - 0.05))
     boxes = Boxes.connect(sockets, CLOCK)
     for call in range(1, 4):
         assert isinstance(join(boxes, call).message, control.Admitted)
