@@ -150,15 +150,21 @@ def write_checkpoint(
     Raises SeedError if the folder holds something else or the disk is too small.
     """
     files = plan(name, width, seed, keys)
+    lm, _ = configs(name, width)
+    small = {
+        TEXT_FILE: sentencepiece_model(seeded_pieces(lm.text_card)),
+        CONFIG_FILE: config_json(name, width),
+    }
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file in files:
-            _refuse_other(out / file.name, file)
+            _refuse_other(out / file.name, file.bytes, file.header)
+        for small_name, content in small.items():
+            _refuse_other(out / small_name, len(content), content)
         _check_disk(out, files)
         written = sum(_write_file(out, file, progress) for file in files)
-        lm, _ = configs(name, width)
-        _write_whole(out / TEXT_FILE, sentencepiece_model(seeded_pieces(lm.text_card)))
-        _write_whole(out / CONFIG_FILE, config_json(name, width))
+        for small_name, content in small.items():
+            _write_whole(out / small_name, content)
     except OSError as err:
         raise SeedError(
             f"{out} cannot be written: {err.strerror or err}. Run the same command again to "
@@ -317,13 +323,17 @@ def _safe_bytes(stream: IO[bytes], file: PlannedFile) -> int:
     return safe if safe >= len(file.header) else 0
 
 
-def _refuse_other(path: Path, file: PlannedFile) -> None:
-    """Raise SeedError if a file of that name is there and is not the one to be written."""
-    if not path.exists():
+def _refuse_other(path: Path, size: int, start: bytes) -> None:
+    """Raise SeedError if something of that name is there that is not ``size`` bytes from ``start``.
+
+    A config.json that is already there may be anybody's, so it is never written over.
+    """
+    if not os.path.lexists(path):
         return
-    with path.open("rb") as stream:
-        if path.stat().st_size == file.bytes and stream.read(len(file.header)) == file.header:
-            return
+    if path.is_file() and path.stat().st_size == size:
+        with path.open("rb") as stream:
+            if stream.read(len(start)) == start:
+                return
     raise SeedError(
         f"{path} is there already and is not what this command writes (another seed, width, "
         "layout, or real weights). Remove it, or choose another folder with -o"
@@ -341,8 +351,9 @@ def _check_disk(out: Path, files: tuple[PlannedFile, ...]) -> None:
     free = shutil.disk_usage(out).free
     if needed > 0 and needed + SPARE_BYTES > free:
         raise SeedError(
-            f"{out} has {free / 1e9:.1f} GB free, the checkpoint needs {needed / 1e9:.1f} GB more. "
-            "Free some, choose another folder with -o, or write --width small"
+            f"{out} has {free / 1e6:,.0f} MB free; the checkpoint needs {needed / 1e6:,.0f} MB more, "
+            f"and {SPARE_BYTES / 1e6:,.0f} MB stay free. Free some, choose another folder with -o"
+            f"{', or write --width small' if needed > SPARE_BYTES else ''}"
         )
 
 

@@ -323,6 +323,15 @@ def test_another_checkpoint_is_never_overwritten(folders: dict[str, Path]) -> No
     assert (folders["moshiko"] / LM_FILE).read_bytes() == before
 
 
+@pytest.mark.parametrize("name", [CONFIG_FILE, TEXT_FILE])
+def test_a_file_of_somebody_elses_is_never_overwritten(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(SeedError, match=rf"{name} is there already .*another folder"):
+        write_checkpoint("moshiko", tmp_path, width="small", seed=1)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == b"mine"
+
+
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     def again(file: str, done: int, total: int) -> None:
         with pytest.raises(SeedError, match="is being written by another run"):
@@ -340,7 +349,7 @@ def test_a_full_disk_is_noticed_before_writing(
         return shutil._ntuple_diskusage(20 << 30, 18 << 30, 2 << 30)
 
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
-    with pytest.raises(SeedError, match=r"has 2.1 GB free, the checkpoint needs 15.8 GB more"):
+    with pytest.raises(SeedError, match=r"has 2,147 MB free; the checkpoint needs 15,\d{3} MB more"):
         write_checkpoint("moshiko", tmp_path, width="full", seed=1)
     assert list(tmp_path.iterdir()) == []
 
