@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from export import checkpoint_layout as layout
 from export.checkpoint_config import (
     CONFIG_FILE,
+    LONGEST_CONTEXT,
     PICKLES,
     PublishedConfig,
     check_config,
@@ -160,6 +161,13 @@ def open_checkpoint(
     mimi: the codec's file, if it is not in the folder. context: ticks attention sees, instead
     of what config.json or the published model says. Raises CheckpointError.
     """
+    try:
+        return _open(folder, mimi, context)
+    except OSError as err:
+        raise CheckpointError(f"{folder} cannot be read: {err.strerror or err}") from None
+
+
+def _open(folder: Path, mimi: Path | None, context: int | None) -> Checkpoint:
     published = read_config(folder)
     lm_file = TensorFile(_lm_path(folder, published))
     config, names = _read_lm(lm_file, published)
@@ -309,8 +317,10 @@ def _check_floats(file: TensorFile) -> None:
 def _context(family: Family, published: PublishedConfig, asked: int | None) -> int:
     """Ticks attention sees: what was asked for, else what the model's own code does."""
     if asked is not None:
-        if asked < 2:
-            raise CheckpointError(f"a context of {asked} ticks is too short; the least is 2.")
+        if not 2 <= asked <= LONGEST_CONTEXT:
+            raise CheckpointError(
+                f"a context of {asked:,} ticks cannot be; name 2 to {LONGEST_CONTEXT:,}."
+            )
         return asked
     nominal = published.context or MOSHI_7B.lm.context
     # PersonaPlex's own ring hides its oldest entry once full: one tick fewer than it says.

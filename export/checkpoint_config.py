@@ -7,10 +7,12 @@ model compute something else, and holds the rest against what the tensors say.
 Not here: the tensors (`checkpoint`).
 """
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from export.checkpoint_file import CheckpointError
 from export.checkpoint_layout import PUBLISHED
@@ -20,6 +22,13 @@ LM_FILE = "model.safetensors"  # loaders.py: MOSHI_NAME
 MIMI_FILE = "tokenizer-e351c8d8-checkpoint125.safetensors"  # loaders.py: MIMI_NAME
 TEXT_FILE = "tokenizer_spm_32k_3.model"  # loaders.py: TEXT_TOKENIZER_NAME
 CONFIG_FILE = "config.json"
+
+LONGEST_CONTEXT = 1 << 20
+"""Ticks; a day of 80 ms each. Float32 counts positions exactly up to sixteen times as many."""
+LONGEST_DELAY = 1 << 10
+"""Ticks; published models delay by one, or a few dozen."""
+LARGEST_SCALE = 1 << 10
+"""A feed-forward layer is about four times as wide as the model."""
 
 PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".th"}
 
@@ -34,14 +43,14 @@ class PublishedConfig(msgspec.Struct, frozen=True):
     mimi_name: str = MIMI_FILE
     tokenizer_name: str = TEXT_FILE
     model_type: str = "moshi"
-    context: int | None = None
-    delays: tuple[int, ...] = DELAYS
-    num_heads: int | None = None
-    depformer_num_heads: int | None = None
+    context: Annotated[int, Meta(ge=3, le=LONGEST_CONTEXT)] | None = None
+    delays: tuple[Annotated[int, Meta(ge=0, le=LONGEST_DELAY)], ...] = DELAYS
+    num_heads: Annotated[int, Meta(ge=1)] | None = None
+    depformer_num_heads: Annotated[int, Meta(ge=1)] | None = None
     existing_text_padding_id: int = 3
     dim: int | None = None
     num_layers: int | None = None
-    hidden_scale: float | None = None
+    hidden_scale: Annotated[float, Meta(gt=0, le=LARGEST_SCALE)] | None = None
     n_q: int | None = None
     dep_q: int | None = None
     card: int | None = None
@@ -86,8 +95,12 @@ def read_config(folder: Path) -> PublishedConfig:
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         _refuse_no_folder(folder)
-    if not path.exists():
+    if not os.path.lexists(path):
         return PublishedConfig()
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is no file, or a link to none. Fetch it again, or remove it."
+        )
     try:
         raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         published = msgspec.convert(raw, PublishedConfig)
@@ -140,6 +153,13 @@ def check_config(path: Path, published: PublishedConfig, config: LmConfig) -> No
                 f"{path.parent / CONFIG_FILE} says {field} = {says}, the tensors of {path.name} "
                 f"say {is_}: they belong to different checkpoints. Fetch both from the same place."
             )
+    padding = config.text_padding_id
+    if not 0 <= padding < config.text_card:
+        raise CheckpointError(
+            f"{path.parent / CONFIG_FILE} says existing_text_padding_id = {padding}, the tensors "
+            f"of {path.name} say {config.text_card} text ids: they belong to different "
+            "checkpoints. Fetch both from the same place."
+        )
     for what, width, heads in (
         ("num_heads", config.dimension, config.heads),
         ("depformer_num_heads", config.depth_dimension, config.depth_heads),

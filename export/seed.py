@@ -351,8 +351,8 @@ def _check_disk(out: Path, files: tuple[PlannedFile, ...]) -> None:
     free = shutil.disk_usage(out).free
     if needed > 0 and needed + SPARE_BYTES > free:
         raise SeedError(
-            f"{out} has {free / 1e6:,.0f} MB free; the checkpoint needs {needed / 1e6:,.0f} MB more, "
-            f"and {SPARE_BYTES / 1e6:,.0f} MB stay free. Free some, choose another folder with -o"
+            f"{out} has {free / 1e6:,.0f} MB free; the checkpoint needs {needed / 1e6:,.0f} MB "
+            f"more, and {SPARE_BYTES / 1e6:,.0f} MB are kept. Free some, choose another folder with -o"
             f"{', or write --width small' if needed > SPARE_BYTES else ''}"
         )
 

@@ -1,6 +1,7 @@
 """Published folders: what is read of them, and what is refused with which way out."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -350,6 +351,15 @@ def test_a_cut_off_file_is_refused(tmp_path: Path) -> None:
         ({"quantize": True}, "quantize"),
         ({"model_type": "hibiki"}, "is of a hibiki model"),
         ({"context": "long"}, "Expected `int | null`, got `str` - at `$.context`"),
+        ({"context": -5}, "Expected `int` >= 3 - at `$.context`"),
+        ({"context": 10**9}, "Expected `int` <= 1048576 - at `$.context`"),
+        ({"delays": [0] * 16 + [-1]}, "Expected `int` >= 0 - at `$.delays"),
+        ({"delays": [0] * 16 + [10**9]}, "Expected `int` <= 1024 - at `$.delays"),
+        ({"num_heads": 0}, "Expected `int` >= 1 - at `$.num_heads`"),
+        ({"hidden_scale": 1e308}, "Expected `float` <= 1024.0 - at `$.hidden_scale`"),
+        ({"existing_text_padding_id": -5}, "says existing_text_padding_id = -5, the tensors of"),
+        ({"existing_text_padding_id": 10**6}, "says existing_text_padding_id = 1000000, the ten"),
+        ({"moshi_name": "x" * 5000}, "cannot be read: File name too long"),
     ],
 )
 def test_a_config_of_another_model_is_refused(
@@ -363,6 +373,21 @@ def test_a_config_that_is_not_json_is_refused(raw: bytes, tmp_path: Path) -> Non
     folder = write_folder(tmp_path)
     (folder / CONFIG_FILE).write_bytes(raw)
     assert "Fetch it again, or remove it." in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling", "loop"])
+def test_a_config_that_is_no_file_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    path = folder / CONFIG_FILE
+    path.unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case _:
+            path.symlink_to(CONFIG_FILE if kind == "loop" else "gone.json")
+    assert "is no file, or links to none. Fetch it again, or remove it." in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -397,10 +422,11 @@ def test_what_is_not_a_folder_is_refused(tmp_path: Path) -> None:
     assert "nothing is ever unpickled" in refusal(tmp_path / "model.pth")
 
 
-def test_a_context_too_short_is_refused(tmp_path: Path) -> None:
+def test_a_context_that_cannot_be_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
-    with pytest.raises(CheckpointError, match="a context of 1 ticks is too short"):
-        open_checkpoint(folder, context=1)
+    for context in (1, 0, -5, 1 << 21):
+        with pytest.raises(CheckpointError, match=r"ticks cannot be; name 2 to 1,048,576"):
+            open_checkpoint(folder, context=context)
 
 
 def test_opening_a_checkpoint_runs_no_pickle(tmp_path: Path) -> None:
