@@ -352,8 +352,8 @@ def _check_disk(out: Path, files: tuple[PlannedFile, ...]) -> None:
     if needed > 0 and needed + SPARE_BYTES > free:
         raise SeedError(
             f"{out} has {free / 1e6:,.0f} MB free; the checkpoint needs {needed / 1e6:,.0f} MB "
-            f"more, and {SPARE_BYTES / 1e6:,.0f} MB are kept. Free some, choose another folder with -o"
-            f"{', or write --width small' if needed > SPARE_BYTES else ''}"
+            f"more, and {SPARE_BYTES / 1e6:,.0f} MB are kept. Free some, choose another folder "
+            f"with -o{', or write --width small' if needed > SPARE_BYTES else ''}"
         )
 
 
