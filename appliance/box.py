@@ -119,6 +119,8 @@ class Box:
             self.ledger.start()
             self.reception.start()
             self.switchboard.start()
+            # Before steps are timed: admission must know what they take as the loop will run them.
+            ask_for_priority(self._priority)
             warm_up(self.executor, self._stopping)
             budget_ns = self._calibrate_ns
             calibrate(self.executor, self.loop.clock, budget_ns, self._samples, self._stopping)
@@ -129,7 +131,6 @@ class Box:
             self.switchboard.ready = True
             logger.info("ready: slots=%d", self.executor.slots)
             self._notify.ready(f"{self.executor.slots} slots, {self.executor.bundle.path}")
-            ask_for_priority(self._priority)
             self.loop.run()
         finally:
             self.switchboard.stop()
