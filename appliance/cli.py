@@ -33,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_callers_arguments(callers)
     callers.set_defaults(run=run_callers)
 
+    websocket = verbs.add_parser("websocket", help="callers with Moshi's clients and web pages")
+    _add_websocket_arguments(websocket)
+    websocket.set_defaults(run=run_websocket)
+
     status = verbs.add_parser("status", help="how a running box is, and whom it would still admit")
     status.add_argument(
         "--socket", type=Path, required=True, help="of the box, or a folder of many"
@@ -156,6 +160,18 @@ def run_callers(args: argparse.Namespace) -> int:
     from appliance.lines import callers
 
     return callers.run_callers(args)
+
+
+def _add_websocket_arguments(parser: argparse.ArgumentParser) -> None:
+    from appliance.lines import websocket
+
+    websocket.add_arguments(parser)
+
+
+def run_websocket(args: argparse.Namespace) -> int:
+    from appliance.lines import websocket
+
+    return websocket.run_websocket(args)
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -202,6 +202,7 @@ class Boxes:
                     self._ask_next(placing)
                     return
                 self._placing.pop(message.request, None)
+                del self._at[message.request]  # a line that serves for months is refused often
                 self._news.append(News(message.request, message, t0_ns))
             case control.Gone():
                 for call, session in list(self._session.items()):

@@ -98,6 +98,29 @@ class Transcript:
             self._words[-1].text += clean
 
 
+class PieceText:
+    """The same pieces as running text, for a client that is shown words as they are said."""
+
+    def __init__(self, pieces: Sequence[str], silent_ids: Iterable[int]) -> None:
+        self._pieces = pieces
+        self._silent = frozenset(silent_ids)
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def hear(self, text: int) -> str:
+        """What token ``text`` adds, -1 for none: whole characters, a word's first after a space.
+
+        Empty for silent and unknown ids, and while bytes wait for the rest of their character.
+        """
+        if not 0 <= text < len(self._pieces) or text in self._silent:
+            return ""
+        piece = self._pieces[text]
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            said = self._bytes.decode(bytes.fromhex(byte[1]))
+        else:
+            said = self._bytes.decode(b"", final=True) + piece.replace(WORD_START, " ")
+        return "".join(char if char.isprintable() else " " for char in said)
+
+
 def read_pieces(path: str) -> list[str]:
     """The JSON list of pieces at ``path``, by id; an empty path is a model without text.
 

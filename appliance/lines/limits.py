@@ -1,0 +1,29 @@
+"""How much a stranger may send. Pure: times are arguments."""
+
+from dataclasses import dataclass, field
+
+from appliance.clock import NS_PER_S
+
+
+@dataclass(slots=True)
+class Bucket:
+    """So much at once, and so much per second in the long run."""
+
+    per_second: float
+    burst: float
+    _level: float = field(init=False)
+    _at_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        self._level = self.burst
+
+    def take(self, amount: float, now_ns: int) -> bool:
+        """Take ``amount`` if it is there. False, and nothing was taken, if it is not."""
+        if self._at_ns is not None:
+            gained = (now_ns - self._at_ns) / NS_PER_S * self.per_second
+            self._level = min(self.burst, self._level + max(0.0, gained))
+        self._at_ns = now_ns
+        if amount > self._level:
+            return False
+        self._level -= amount
+        return True

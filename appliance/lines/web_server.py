@@ -1,0 +1,394 @@
+"""The websocket line's shell: aiohttp on one side, the boxes on the other, one event loop.
+
+Carries bytes between sockets and `WebCall`s, and messages between those and the box; every call
+is paced by one task, so that all of them leave at their time whatever one client does. What a
+message means is `wire`'s business, what a call does `web_call`'s.
+
+Nothing here waits for a client: each has a task of its own that empties its call's queue, and one
+that does not read ends by its queue's bound, then by its transport being cut. Nothing waits for
+the box either: a lost one is looked for in a thread, and callers are told meanwhile.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from appliance import control
+from appliance.clock import NS_PER_S, Clock
+from appliance.lines import wire
+from appliance.lines.boxes import Boxes, Lost, News
+from appliance.lines.limits import Bucket
+from appliance.lines.transcript import PiecesError, read_pieces
+from appliance.lines.web_call import WebCall
+from appliance.lines.web_figures import Figures
+from appliance.lines.wire import Ending, Model, WishError
+from appliance.log import Seldom
+from engines import bundle as bundles
+from engines.bundle import BundleError
+
+logger = logging.getLogger(__name__)
+
+LONGEST_MESSAGE_BYTES = 65_536 + 64
+"""A page of Ogg has 65,307 bytes at most."""
+
+HEARTBEAT_S = 10.0
+"""A websocket ping this often; a peer that answers nothing for half as long again is cut."""
+
+CLOSE_NS = 2 * NS_PER_S
+"""How long a client may take to read what is left for it once its call has ended."""
+
+SEND_BUFFER_BYTES = 32_768
+"""Of the socket. The kernel would keep minutes of speech for a client that does not read."""
+
+WRITE_HIGH_BYTES = 16_384
+
+IDLE_S = 0.05
+"""How often the box is listened to while nobody calls."""
+
+SEEK_S = 1.0
+"""Between two attempts to find a box that is gone."""
+
+STOP_NS = 15 * NS_PER_S
+"""Longest from `stop` to the end: `web_call.SETTLE_NS`, and a box that has yet to answer a Join."""
+
+CONNECTS_PER_S, CONNECTS_BURST = 20, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the operator decides."""
+
+    socket: Path
+    """Of the box, or a folder of several."""
+    static: Path | None = None
+    token: str = ""
+    origins: frozenset[str] = frozenset()
+    """Origins of pages that may call besides our own; "*" is any."""
+    most: int = 256
+    """Connections at once."""
+    most_per_address: int = 32
+
+
+@dataclass(eq=False, slots=True)
+class _Client:
+    """One connection."""
+
+    call: WebCall
+    request: web.Request
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    ended_ns: int | None = None
+    done: bool = False
+
+
+Facts = Callable[[control.Welcome], tuple[Model, list[str]]]
+"""What a box's model lets callers choose, and its text pieces."""
+
+
+class WebServer:
+    """All callers of one line process."""
+
+    def __init__(
+        self, options: Options, boxes: Boxes, clock: Clock, facts: Facts | None = None
+    ) -> None:
+        """boxes: connected; the server closes them. facts: default `read_facts`.
+
+        Raises `BundleError`, `PiecesError`.
+        """
+        self._facts = facts or read_facts
+        self._options = options
+        self._clock = clock
+        self._boxes: Boxes | None = None
+        self._clients: dict[int, _Client] = {}
+        self._numbers = 0
+        self._addresses: Counter[str] = Counter()
+        self._connects = Bucket(CONNECTS_PER_S, CONNECTS_BURST)
+        self._wake = asyncio.Event()
+        self._stop_ns: int | None = None
+        self._turned_away = Seldom(logger, logging.INFO)
+        self._ended = Seldom(logger, logging.INFO)
+        self._use(boxes, *self._facts(boxes.welcome))
+
+    def app(self) -> web.Application:
+        """The pages and the socket."""
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/api/chat", self.chat)
+        app.router.add_get("/api/line", self.line)
+        app.router.add_get("/", self.root)
+        if self._options.static is not None:
+            app.router.add_static("/", self._options.static)
+        return app
+
+    # --- the clock
+
+    async def run(self) -> None:
+        """Pace all calls until `stop` has been called and the last one is over."""
+        seeking: asyncio.Task[None] | None = None
+        while not self._has_stopped():
+            self._turn()
+            if self._boxes is None and (seeking is None or seeking.done()):
+                if seeking is not None:
+                    seeking.result()
+                seeking = asyncio.create_task(self._seek())
+            now_ns = self._clock.now_ns()
+            calls = [client.call for client in self._clients.values() if not client.call.is_over]
+            if not calls:
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), IDLE_S)
+                continue
+            waits = min(call.wake_ns(now_ns) for call in calls) - now_ns
+            await asyncio.sleep(min(max(0, waits) / NS_PER_S, IDLE_S))
+        if seeking is not None:
+            seeking.cancel()
+        if self._boxes is not None:
+            self._boxes.close()
+
+    def stop(self) -> None:
+        """Refuse newcomers, end all calls; `run` returns when that has been done."""
+        now_ns = self._stop_ns = self._clock.now_ns()
+        for client in self._clients.values():
+            client.call.dismiss(Ending.DRAINING, "this line stops", now_ns)
+        self._wake.set()
+
+    def _has_stopped(self) -> bool:
+        if self._stop_ns is None:
+            return False
+        return not self._clients or self._clock.now_ns() - self._stop_ns > STOP_NS
+
+    def _turn(self) -> None:
+        boxes = self._boxes
+        try:
+            if boxes is not None:
+                for news in boxes.receive(0.0):
+                    self._hear(news)
+            for client in list(self._clients.values()):
+                for message in client.call.advance(self._clock.now_ns()):
+                    if boxes is not None:
+                        boxes.send(client.call.number, message)
+        except (control.BoxGone, control.ControlError) as err:
+            self._lose(str(err))
+        now_ns = self._clock.now_ns()
+        for number, client in list(self._clients.items()):
+            self._look_after(number, client, now_ns)
+
+    def _look_after(self, number: int, client: _Client, now_ns: int) -> None:
+        call = client.call
+        if call.outbox or call.ending is not None:
+            client.news.set()
+        if call.ending is not None:
+            client.ended_ns = client.ended_ns or now_ns
+            transport = client.request.transport
+            if not client.done and transport and now_ns - client.ended_ns > CLOSE_NS:
+                transport.abort()
+        if client.done and call.is_over:
+            del self._clients[number]
+
+    # --- the box
+
+    def _use(self, boxes: Boxes, model: Model, pieces: list[str]) -> None:
+        self._boxes = boxes
+        self._model = model
+        self._pieces = pieces
+        self._welcome = boxes.welcome
+
+    def _hear(self, news: News) -> None:
+        client = self._clients.get(news.call)
+        if client is None:
+            return
+        call, now_ns = client.call, self._clock.now_ns()
+        match news.message:
+            case control.Admitted() as message:
+                call.admitted(message, now_ns, news.t0_ns)
+                logger.info("call %d admitted: session=%d", call.number, call.session)
+            case control.Refused() as message:
+                call.refused(message, now_ns)
+            case control.Gone() as message:
+                call.gone(message, now_ns)
+            case Lost() as lost:
+                call.lost(lost.why, now_ns)
+
+    def _lose(self, why: str) -> None:
+        logger.warning("no box: %s; %d calls ended", why, len(self._clients))
+        if self._boxes is not None:
+            self._boxes.close()
+        self._boxes = None
+        now_ns = self._clock.now_ns()
+        for client in self._clients.values():
+            client.call.lost("the box is gone", now_ns)
+
+    async def _seek(self) -> None:
+        """Find a box again, off the event loop: a box that is starting answers slowly."""
+        while self._boxes is None and self._stop_ns is None:
+            await asyncio.sleep(SEEK_S)
+            try:
+                boxes = await asyncio.to_thread(Boxes.connect, self._options.socket, self._clock)
+                self._use(boxes, *await asyncio.to_thread(self._facts, boxes.welcome))
+            except control.BoxGone:
+                continue
+            except (control.ControlError, BundleError, PiecesError) as err:
+                logger.warning("a box was found that cannot be used: %s", err)
+                continue
+            logger.info("a box answers again: %s", self._welcome.model)
+
+    # --- HTTP
+
+    async def root(self, request: web.Request) -> web.StreamResponse:
+        """The page's index, or where to find the socket."""
+        if self._options.static is not None:
+            return web.FileResponse(self._options.static / "index.html")
+        return web.Response(text="duplexbox: a Moshi server; the websocket is at /api/chat\n")
+
+    async def line(self, request: web.Request) -> web.StreamResponse:
+        """The figures of all calls, as JSON."""
+        if (refusal := self._refuse_http(request)) is not None:
+            return refusal
+        figures: list[Figures] = [client.call.figures() for client in self._clients.values()]
+        body = {"model": self._welcome.model, "box": self._boxes is not None, "calls": figures}
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """One call, from the upgrade to the close."""
+        now_ns = self._clock.now_ns()
+        if (refusal := self._refuse_http(request)) is not None:
+            self._turned_away.say(now_ns, "turned away: %s %s", request.remote, refusal.status)
+            return refusal
+        address = request.remote or "?"
+        if not self._connects.take(1, now_ns):
+            return _busy(429, f"more than {CONNECTS_PER_S} connections a second")
+        if len(self._clients) >= self._options.most:
+            return _busy(503, f"{self._options.most} connections are open")
+        if self._addresses[address] >= self._options.most_per_address:
+            return _busy(429, f"{self._options.most_per_address} are open from this address")
+        ws = web.WebSocketResponse(
+            heartbeat=HEARTBEAT_S,
+            max_msg_size=LONGEST_MESSAGE_BYTES,
+            compress=False,  # Opus does not get smaller
+            timeout=CLOSE_NS / NS_PER_S,
+        )
+        self._addresses[address] += 1
+        try:
+            await ws.prepare(request)
+            await self._hold(ws, request, address)
+        finally:
+            self._addresses[address] -= 1
+            if not self._addresses[address]:
+                del self._addresses[address]
+        return ws
+
+    async def _hold(self, ws: web.WebSocketResponse, request: web.Request, address: str) -> None:
+        now_ns = self._clock.now_ns()
+        _bound_buffers(request)
+        turned = self._turn_away()
+        try:
+            wish = wire.read_wish(request.query, self._model)
+        except WishError as err:
+            turned = turned or (Ending.RULES, str(err))
+        if turned is not None:
+            await _refuse(ws, *turned)
+            return
+        self._numbers += 1
+        call = WebCall(self._numbers, wish, address, self._welcome, self._pieces, now_ns)
+        client = self._clients[call.number] = _Client(call, request)
+        self._wake.set()
+        writer = asyncio.create_task(self._write(ws, client))
+        try:
+            async for message in ws:
+                if message.type is WSMsgType.BINARY:
+                    call.receive(message.data, self._clock.now_ns())
+        finally:
+            call.disconnect(self._clock.now_ns())
+            client.news.set()
+            client.done = True
+            writer.cancel()
+            self._wake.set()
+            ending, detail = call.ending or (Ending.OVER, "")
+            figures = msgspec.json.encode(call.figures()).decode()
+            self._ended.say(
+                self._clock.now_ns(),
+                "call %d over: %s %s",
+                call.number,
+                ending.reason(detail),
+                figures,
+            )
+
+    async def _write(self, ws: web.WebSocketResponse, client: _Client) -> None:
+        """Send what the call has for its client; close when it has ended."""
+        call = client.call
+        with contextlib.suppress(ConnectionError):
+            while True:
+                client.news.clear()
+                while call.outbox:
+                    await ws.send_bytes(call.outbox.popleft())
+                if call.ending is not None:
+                    ending, detail = call.ending
+                    await ws.close(code=ending.code, message=ending.reason(detail).encode())
+                    return
+                await client.news.wait()
+
+    def _turn_away(self) -> tuple[Ending, str] | None:
+        """Why nobody can be let in at all right now."""
+        if self._stop_ns is not None:
+            return Ending.DRAINING, "this line stops"
+        if self._boxes is None:
+            return Ending.LOADING, "no box answers; try again in some seconds"
+        return None
+
+    def _refuse_http(self, request: web.Request) -> web.Response | None:
+        """403 to pages of other sites, 401 to those who do not know the token."""
+        origin = request.headers.get("Origin")
+        if origin is not None and not may_call(origin, request.host, self._options.origins):
+            return web.Response(
+                status=403, text=f"pages of this origin may not call; allow it: --origin {origin}\n"
+            )
+        if self._options.token:
+            given = request.query.get("token", "")
+            bearer = request.headers.get("Authorization", "")
+            if bearer.startswith("Bearer "):
+                given = bearer.removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._options.token.encode()):
+                return web.Response(status=401, text="a token is needed: ?token=...\n")
+        return None
+
+
+def may_call(origin: str, host: str, origins: frozenset[str]) -> bool:
+    """Whether a page of ``origin`` may open a socket at ``host``: our own, or one allowed."""
+    if "*" in origins or origin in origins:
+        return True
+    return urlsplit(origin).netloc == host
+
+
+def read_facts(welcome: control.Welcome) -> tuple[Model, list[str]]:
+    """What callers may choose, and the text pieces. Raises `BundleError`, `PiecesError`."""
+    manifest = bundles.read(Path(welcome.bundle), hashes=False).manifest
+    bounds = {region.name: region.bounds for region in manifest.regions if region.bounds}
+    return Model(bounds, welcome.voices, welcome.takes_persona), read_pieces(welcome.pieces)
+
+
+def _busy(status: int, why: str) -> web.Response:
+    return web.Response(status=status, text=f"{why}\n", headers={"Retry-After": "5"})
+
+
+async def _refuse(ws: web.WebSocketResponse, ending: Ending, detail: str) -> None:
+    with contextlib.suppress(ConnectionError):
+        await ws.send_bytes(wire.error(ending.reason(detail)))
+        await ws.close(code=ending.code, message=ending.reason(detail).encode())
+
+
+def _bound_buffers(request: web.Request) -> None:
+    transport = request.transport
+    if transport is None:
+        return
+    transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+    connection = transport.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

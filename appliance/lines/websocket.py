@@ -1,0 +1,224 @@
+"""`duplexbox appliance websocket`: callers with Moshi's clients, over one process for all of them.
+
+Decides what the command line means and what it takes to start; serving is `web_server`. Ctrl-C or
+SIGTERM ends all calls with a close frame that says so; a second one leaves at once.
+"""
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance import control
+from appliance.clock import MonotonicClock
+from appliance.lines.boxes import Boxes
+from appliance.lines.tls import AUTO, TlsError, server_context
+
+if TYPE_CHECKING:
+    import ssl
+
+    from aiohttp import web
+
+    from appliance.lines.web_server import Options, WebServer
+
+logger = logging.getLogger(__name__)
+
+NICENESS = -11
+"""Of this process, where the machine allows it: what sound servers ask for. A message that leaves
+10 ms late is a gap in what a page plays, and a busy machine is late by more than that."""
+
+LISTEN = "127.0.0.1:8998"
+"""Port: server.py in kyutai-labs/moshi."""
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be; the operator's to fix."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define ``duplexbox appliance websocket``."""
+    parser.add_argument(
+        "--socket", type=Path, required=True, help="of the running box, or a folder of several"
+    )
+    parser.add_argument(
+        "--listen", default=LISTEN, metavar="HOST:PORT", help="where clients connect (%(default)s)"
+    )
+    parser.add_argument("--static", type=Path, metavar="DIR", help="a page to serve at /")
+    parser.add_argument(
+        "--tls",
+        default="",
+        metavar=f"{AUTO}|DIR",
+        help="HTTPS, which browsers want before they give the microphone: a certificate of our "
+        "own, made once and kept; or a folder with cert.pem and key.pem",
+    )
+    parser.add_argument(
+        "--token", type=Path, metavar="FILE", help="callers must know what is written in it"
+    )
+    parser.add_argument(
+        "--origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="pages from there may call too; * is any; may be repeated",
+    )
+    parser.add_argument(
+        "--most", type=int, default=256, metavar="N", help="connections at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--most-per-address", type=int, default=32, metavar="N", help="from one (%(default)s)"
+    )
+
+
+def run_websocket(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM. 0: stopped; 1: no box or no port; 2: usage or missing extra."""
+    try:
+        options, (host, port) = read_options(args), read_listen(args.listen)
+        context = server_context(args.tls, [host]) if args.tls else None
+        boxes = Boxes.connect(args.socket, MonotonicClock())
+    except (UsageError, TlsError, control.ControlError) as err:
+        return _fail(str(err), 2)
+    except ModuleNotFoundError as err:
+        return _missing(err)
+    except control.BoxGone as err:
+        return _fail(str(err), 1)
+    try:
+        return asyncio.run(_serve(options, boxes, host, port, context))
+    except ModuleNotFoundError as err:
+        return _missing(err)
+
+
+def read_options(args: argparse.Namespace) -> "Options":
+    """The command line as `Options`. Raises `UsageError`, `ModuleNotFoundError`."""
+    from appliance.lines.web_server import Options
+
+    token = ""
+    if args.token is not None:
+        try:
+            token = args.token.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as err:
+            raise UsageError(f"--token {args.token} cannot be read: {err}") from None
+        if len(token) < 16:
+            raise UsageError(
+                f"--token {args.token} holds {len(token)} characters; 16 are the least. "
+                f"Make one: openssl rand -hex 16 > {args.token}"
+            )
+    if args.static is not None and not (args.static / "index.html").is_file():
+        raise UsageError(f"--static {args.static}: there is no index.html in it")
+    for option, value in (("--most", args.most), ("--most-per-address", args.most_per_address)):
+        if not 1 <= value <= 10_000:
+            raise UsageError(f"{option} {value}: expected 1 to 10000")
+    return Options(
+        socket=args.socket,
+        static=args.static,
+        token=token,
+        origins=frozenset(args.origin),
+        most=args.most,
+        most_per_address=args.most_per_address,
+    )
+
+
+def read_listen(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``[::1]:PORT`` -> (host, port). Raises `UsageError`."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise UsageError(f"--listen {text}: expected HOST:PORT, such as {LISTEN}")
+    return host, int(port)
+
+
+async def _serve(
+    options: "Options", boxes: Boxes, host: str, port: int, context: "ssl.SSLContext | None"
+) -> int:
+    from aiohttp.web import AppRunner, TCPSite
+
+    from appliance import log
+    from appliance.lines.transcript import PiecesError
+    from appliance.lines.web_server import WebServer
+    from engines.bundle import BundleError
+
+    log.set_up()
+    try:
+        server = WebServer(options, boxes, MonotonicClock())
+    except (BundleError, PiecesError) as err:
+        boxes.close()
+        return _fail(str(err), 2)
+    runner = AppRunner(server.app(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        site = TCPSite(runner, host, port, ssl_context=context)
+        await site.start()
+    except OSError as err:
+        await runner.cleanup()
+        boxes.close()
+        return _fail(f"{host}:{port} cannot be listened at: {err.strerror}. See --listen", 1)
+    _announce(boxes.welcome, runner, context is not None, host)
+    _stop_on_signals(server)
+    _ask_for_niceness()
+    try:
+        await server.run()
+    finally:
+        await runner.cleanup()
+    return 0
+
+
+def _announce(
+    welcome: control.Welcome,
+    runner: "web.AppRunner",
+    tls: bool,
+    host: str,
+) -> None:
+    if welcome.notice:
+        _say(welcome.notice)
+    name, port = runner.addresses[0][:2]
+    shown = f"[{name}]" if ":" in name else name
+    _say(f"{welcome.model} answers at {'https' if tls else 'http'}://{shown}:{port}/")
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if not tls and not local:
+        _say("without --tls browsers on other machines will not give this page a microphone")
+
+
+def _stop_on_signals(server: "WebServer") -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # a second one ends the process
+        server.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+def _ask_for_niceness() -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    except OSError as err:
+        logger.info(
+            "no niceness of %d: %s. It needs LimitNICE=%d in its unit; without it a busy machine "
+            "is heard in calls",
+            NICENESS,
+            err.strerror,
+            NICENESS,
+        )
+
+
+def _missing(err: ModuleNotFoundError) -> int:
+    return _fail(f"{err.name} is not installed. Install it: pip install 'duplexbox[lines]'", 2)
+
+
+def _fail(why: str, code: int) -> int:
+    _say(f"duplexbox appliance websocket: {why}")
+    return code
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
