@@ -9,6 +9,7 @@ The control thread asks (`load`); files are written by a thread of their own, be
 take a second and a caller who waits to be answered should not.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -58,7 +59,8 @@ class SnapshotStore:
         self.hits += found is not None
         self.misses += found is None
         if found is not None:
-            os.utime(path)  # used now: the last to go
+            with contextlib.suppress(OSError):  # gone by now to make room, or not ours to touch
+                os.utime(path)  # used now: the last to go
         return found
 
     def keep(self, snapshot: Snapshot) -> None:

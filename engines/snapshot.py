@@ -17,6 +17,7 @@ appliance), moving rows in and out of slots in time (ditto; `pieces` says in whi
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +199,10 @@ def read(path: Path, manifest: Manifest, age: Age) -> Snapshot:
     most = tensor_file.HEAD_LIMIT_BYTES + sum(
         int(np.prod(shape)) * region.itemsize for region, shape in wanted.values()
     )
-    size = path.stat().st_size
+    found_there = path.stat()
+    if not stat.S_ISREG(found_there.st_mode):
+        raise SnapshotError("it is no file")  # a pipe would make the box wait for its writer
+    size = found_there.st_size
     if size > most:
         raise SnapshotError(f"{size} bytes, and what is wanted has at most {most}")
     raw = memoryview(path.read_bytes())

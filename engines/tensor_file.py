@@ -99,7 +99,7 @@ def decode(raw: memoryview) -> tuple[dict[str, Tensor], dict[str, str]]:
         tree = msgspec.json.decode(raw[8 : 8 + length], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(tree.pop("__metadata__", b"{}"), type=dict[str, str])
         entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in tree.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         raise TensorFileError(f"the head is damaged: {err}") from None
     data, at = raw[8 + length :], 0
     tensors: dict[str, Tensor] = {}
@@ -112,7 +112,10 @@ def decode(raw: memoryview) -> tuple[dict[str, Tensor], dict[str, str]]:
             raise TensorFileError(f"{name}: bytes {begin} to {end} are not its elements")
         if end > len(data):
             raise TensorFileError(f"cut short: {name} ends at byte {end} of {len(data)}")
-        array = np.frombuffer(data[begin:end], STORED[dtype]).reshape(entry.shape)
+        try:
+            array = np.frombuffer(data[begin:end], STORED[dtype]).reshape(entry.shape)
+        except ValueError as err:  # nothing, of more axes or longer ones than numpy can count
+            raise TensorFileError(f"{name}: shape {entry.shape[:9]}: {err}") from None
         tensors[name] = Tensor(dtype, array)
         at = end
     if at != len(data):

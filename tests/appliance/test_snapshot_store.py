@@ -77,6 +77,32 @@ def test_a_damaged_or_foreign_file_is_removed_with_one_line(
     assert store.load(prompt) is not None
 
 
+def test_a_pipe_in_the_folder_is_removed_and_not_waited_for(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    prompt = prompt_of(30)
+    path = tmp_path / snapshots.file_name(manifest, snapshots.prompt_age(prompt))
+    os.mkfifo(path)
+    assert SnapshotStore(tmp_path, manifest, LIMIT).load(prompt) is None
+    assert not path.exists()
+
+
+def test_one_that_goes_while_it_is_read_is_still_used(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, read = prompt_of(30), snapshots.read
+    store = SnapshotStore(tmp_path, manifest, LIMIT)
+    store.write(filled(manifest, prompt))
+
+    def read_and_lose(path: Path, manifest: Manifest, age: snapshots.Age) -> Snapshot:
+        found = read(path, manifest, age)
+        path.unlink()  # as the store's thread does to make room
+        return found
+
+    monkeypatch.setattr(snapshots, "read", read_and_lose)
+    assert store.load(prompt) is not None
+
+
 def test_what_was_used_longest_ago_goes_first(manifest: Manifest, tmp_path: Path) -> None:
     prompts = [prompt_of(60, first_id=1000 * n) for n in range(4)]
     SnapshotStore(tmp_path, manifest, LIMIT).write(filled(manifest, prompts[0]))

@@ -45,6 +45,7 @@ def head(**entries: object) -> bytes:
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+NOTHING = ENTRY | {"data_offsets": [0, 0]}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,9 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (head(a=ENTRY | {"shape": [-2]}) + bytes(8), "head is damaged"),
         (head(a=ENTRY | {"more": 1}) + bytes(8), "head is damaged"),
         (head(a=ENTRY, __metadata__={"k": 1}) + bytes(8), "head is damaged"),
+        (head(a=NOTHING | {"shape": [0, 2**63]}), "a: shape .*Maximum allowed dimension"),
+        (head(a=NOTHING | {"shape": [0] * 70}), "a: shape .*dimension"),
+        (struct.pack("<Q", 100_005) + b'{"a":' + b"[" * 100_000, "head is damaged: .*recursion"),
     ],
 )
 def test_damage_is_named(raw: bytes, says: str) -> None:
