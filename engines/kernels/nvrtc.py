@@ -124,8 +124,10 @@ def _check(nvrtc: Any, name: str, *args: Any) -> Any:
 
 def _read(nvrtc: Any, what: str, program: Any) -> bytes:
     size = int(_check(nvrtc, f"nvrtcGet{what}Size", program))
-    out = b" " * size
+    # Written into by NVRTC, so never a bytes object: an empty log has size 1, and Python keeps one
+    # `b" "` for the whole process, which was then `b"\0"` for everybody else.
+    out = bytearray(size)
     status = getattr(nvrtc, f"nvrtcGet{what}")(program, out)[0]
     if int(status) != 0:
         raise DoesNotCompile(f"nvrtcGet{what} failed: {status.name}")
-    return out
+    return bytes(out)
