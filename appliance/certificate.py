@@ -133,13 +133,19 @@ def next_trial(tried: Mapping[int, bool], slots: int, guess: int) -> int | None:
 
 
 def problems(
-    summary: Summary, callers: Sequence[SyntheticReport], sessions: int
+    summary: Summary,
+    callers: Sequence[SyntheticReport],
+    sessions: int,
+    unreadable: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Why ``sessions`` do not hold, each with its number; empty when they do.
 
-    callers: the regular ones, without those who came too late on purpose.
+    callers: the regular ones, without those who came too late on purpose. unreadable: what is
+    wrong with each call file that could not be read; nobody knows how that call went.
     """
     found = []
+    if unreadable:
+        found.append(f"{len(unreadable)} call files cannot be read, the first: {unreadable[0]}")
     refused = [c for c in callers if c.refused]
     if refused:
         first = refused[0]
@@ -173,10 +179,14 @@ def problems(
 
 
 def trial(
-    summary: Summary, callers: Sequence[SyntheticReport], sessions: int, seconds: float
+    summary: Summary,
+    callers: Sequence[SyntheticReport],
+    sessions: int,
+    seconds: float,
+    unreadable: Sequence[str] = (),
 ) -> Trial:
     """One trial's line in the certificate."""
-    found = problems(summary, callers, sessions)
+    found = problems(summary, callers, sessions, unreadable)
     return Trial(
         sessions=sessions,
         seconds=seconds,

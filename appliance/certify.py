@@ -148,13 +148,13 @@ def measure(executor: Executor, asked: Asked, out: Path, say: Say, progress: Say
         guess = _guess(executor)
         while (count := next_trial(tried, executor.slots, guess)) is not None:
             seen = _hold(executor, asked, count, probe_s, out, progress, search=True)
-            trials.append(trial(seen.summary, seen.callers, count, probe_s))
+            trials.append(trial(seen.summary, seen.callers, count, probe_s, seen.unreadable))
             tried[count] = trials[-1].held
             say(_verdict(trials[-1]))
         guess = max((n for n, held in tried.items() if held), default=1)
     while True:
         seen = _hold(executor, asked, guess, asked.seconds, out, progress, search=False)
-        trials.append(trial(seen.summary, seen.callers, guess, asked.seconds))
+        trials.append(trial(seen.summary, seen.callers, guess, asked.seconds, seen.unreadable))
         say(_verdict(trials[-1]))
         admitted = sum(not caller.refused for caller in seen.callers)
         if trials[-1].held or asked.sessions is not None or guess == 1:
@@ -182,6 +182,8 @@ class _Seen:
     """What one trial left behind."""
 
     calls: list[ledger.Call]
+    unreadable: list[str]
+    """What is wrong with each call file that could not be read."""
     summary: Summary
     callers: list[SyntheticReport]
     """Without the extra one."""
@@ -231,13 +233,14 @@ def _hold(
             callers.stop()
     progress("")
     reports = callers.reports()
-    calls = _read(folder)
+    calls, unreadable = _read(folder)
     own = {caller.session for caller in reports[:count] if caller.session}
     kept = [call for call in calls if call.header.session in own]
     box.switchboard.foresight.look_at_time = True
     forecast = box.switchboard.foresight.forecast()
     return _Seen(
         calls=kept,
+        unreadable=unreadable,
         summary=report.summarise(kept),
         callers=reports[:count],
         extra=reports[count] if len(reports) > count else None,
@@ -334,16 +337,19 @@ def write(found: Certificate, out: Path) -> None:
     (out / "certificate.json").write_bytes(encoded)
     folders = sorted(path for path in out.iterdir() if path.is_dir())
     shown = {session.session for session in found.calls}
-    calls = [call for call in _read(folders[-1]) if call.header.session in shown]
+    calls = [call for call in _read(folders[-1])[0] if call.header.session in shown]
     (out / "certificate.html").write_text(page(found, calls), encoding="utf-8")
 
 
-def _read(folder: Path) -> list[ledger.Call]:
-    """The calls a trial left; a file that cannot be read is a call without a record."""
+def _read(folder: Path) -> tuple[list[ledger.Call], list[str]]:
+    """The calls a trial left, and what is wrong with each file that cannot be read."""
+    unreadable: list[ledger.LedgerError] = []
     try:
-        return ledger.read_folder(folder, [])
-    except ledger.LedgerError:
-        return []
+        calls = ledger.read_folder(folder, unreadable)
+    except ledger.LedgerError as err:
+        # There is none, or the only one is damaged; that there is none is found by counting.
+        return [], [str(err)] if any(folder.glob(f"*{ledger.SUFFIX}")) else []
+    return calls, [str(err) for err in unreadable]
 
 
 def _certificate(
@@ -356,7 +362,7 @@ def _certificate(
     load: float,
 ) -> Certificate:
     manifest = executor.bundle.manifest
-    found = problems(seen.summary, seen.callers, sessions)
+    found = problems(seen.summary, seen.callers, sessions, seen.unreadable)
     newcomer = None
     if seen.extra is not None:
         newcomer = Newcomer(not seen.extra.refused, seen.extra.refused, seen.extra.detail)
@@ -389,7 +395,7 @@ def _certificate(
         trials=tuple(trials),
         ticks=summary.ticks,
         calls=summary.sessions,
-        failed=summary.failed,
+        failed=summary.failed + len(seen.unreadable),
         mean_on_time_share=summary.mean_on_time_share,
         worst_session=summary.worst_session,
         worst_on_time_share=summary.worst_on_time_share,

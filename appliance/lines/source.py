@@ -22,14 +22,14 @@ class SourceFrame:
 
 
 class WavSource:
-    """Frames of a WAV file, resampled; at least one, since no reader has 0 samples.
+    """Frames of a WAV file, resampled; at least one.
 
     Reads one frame ahead, so that a frame is known to be the last, and a second one on `prepare`,
     so that neither disk nor resampler stands between a frame and its time.
     """
 
     def __init__(self, reader: WavReader, rate_hz: int, samples_per_frame: int) -> None:
-        """Reads the first frames. Raises `WavError` if there are none."""
+        """Reads the first frames. Raises `WavError` if too little comes out for one."""
         self.reader = reader
         self.trouble = ""
         """Why the file ended before its end; empty if it did not."""
@@ -43,7 +43,11 @@ class WavSource:
         self._at_end = False
         self._ahead = self._read_frame()
         if self._ahead is None:
-            raise WavError(self.trouble or f"{reader.path} has 0 samples")
+            raise WavError(
+                self.trouble
+                or f"{reader.path} has {reader.samples} samples at {reader.rate_hz} Hz, too few to "
+                f"become one; hand in a WAV file with audio in it"
+            )
         self._after: NDArray[np.float32] | None = None
         self._is_prepared = False
         self.prepare()

@@ -9,6 +9,7 @@ Both directions stream: an hour of audio is never in memory.
 
 import contextlib
 import os
+import stat
 import struct
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +47,8 @@ class WavReader:
         self.bad_samples = 0
         """Samples that were NaN, infinite or beyond ±1, and have been made to fit."""
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+                raise WavError(f"{path} is not a file; hand in a WAV file")
             with path.open("rb") as file:
                 head = file.read(12)
         except OSError as err:

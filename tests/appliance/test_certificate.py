@@ -74,6 +74,13 @@ def test_a_caller_who_was_refused_or_left_no_record_stays_in_the_count() -> None
     assert "2 calls left no record" in found_in([], [caller(1), caller(2)], 2)
 
 
+def test_a_call_file_that_cannot_be_read_is_a_failure() -> None:
+    callers, damage = [caller(1), caller(2)], ["/x/cut.call: it has no header"]
+    found = problems(report.summarise(GOOD), callers, 2, damage)
+    assert found == ("1 call files cannot be read, the first: /x/cut.call: it has no header",)
+    assert not trial(report.summarise(GOOD), callers, 2, 30.0, damage).held
+
+
 def certificate_of(calls: Sequence[Call], **fields: object) -> Certificate:
     summary = report.summarise(calls)
     callers = [caller(n + 1) for n in range(len(calls))]

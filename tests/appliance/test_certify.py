@@ -68,6 +68,17 @@ def test_a_quick_certificate_says_what_happened_whatever_happened(tmp_path: Path
     assert any("sessions 2 of 2" in line for line in shown)
 
 
+def test_damaged_call_files_are_told_of_and_not_dropped(tmp_path: Path) -> None:
+    assert certify._read(tmp_path) == ([], [])
+    for count in (1, 2):
+        (tmp_path / f"{count}{ledger.SUFFIX}").write_bytes(b"half a head")
+        calls, unreadable = certify._read(tmp_path)
+        assert calls == []
+        assert [f"{n}{ledger.SUFFIX}" in unreadable[n - 1] for n in range(1, count + 1)] == [
+            True
+        ] * count
+
+
 def test_what_is_asked_for_is_checked() -> None:
     assert asked("--quick").sessions == 2
     assert asked("--quick", "--find").sessions is None

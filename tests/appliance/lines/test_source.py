@@ -8,7 +8,7 @@ import soundfile
 
 from appliance.lines.resample import output_samples
 from appliance.lines.source import WavSource
-from appliance.lines.wav import WavReader
+from appliance.lines.wav import WavError, WavReader
 
 SAMPLES = 1_920
 
@@ -45,3 +45,10 @@ def test_stereo_is_mixed_before_it_is_cut_into_frames(tmp_path: Path) -> None:
     assert frame.is_last
     assert (frame.pcm[:100] == 0.375).all()
     assert source.padding_samples == SAMPLES - 100
+
+
+def test_a_sample_that_resampling_swallows_is_told_of_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "click.wav"
+    soundfile.write(path, np.full(1, 0.5, np.float32), 384_000)
+    with WavReader(path) as reader, pytest.raises(WavError, match=r"1 samples at 384000 Hz.*hand"):
+        WavSource(reader, 24_000, 1920)

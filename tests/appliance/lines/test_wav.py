@@ -1,5 +1,6 @@
 """Every WAV a caller may hand us, and ours after a kill."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -107,7 +108,9 @@ def test_what_is_not_a_wav_is_one_line_with_the_remedy(tmp_path: Path) -> None:
 
     path = tmp_path / "x.wav"
     assert complaint(path) == f"{path} cannot be read: No such file or directory"
-    assert complaint(tmp_path) == f"{tmp_path} cannot be read: Is a directory"
+    assert complaint(tmp_path) == f"{tmp_path} is not a file; hand in a WAV file"
+    os.mkfifo(tmp_path / "pipe.wav")  # nobody writes to it, and nobody waits for them
+    assert complaint(tmp_path / "pipe.wav").endswith("pipe.wav is not a file; hand in a WAV file")
     path.touch()
     assert "is empty; hand in a WAV file" in complaint(path)
     path.write_bytes(b"To whom it may concern. " * 100)
