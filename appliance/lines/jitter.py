@@ -75,6 +75,8 @@ class Intake:
         self._left: deque[int] = deque(maxlen=CUT_TAKES)
         """Samples left over after each take."""
         self._arrived_ns = 0
+        self._before_newest = 0
+        """Samples that were held when the newest ones came."""
 
     @property
     def held_samples(self) -> int:
@@ -96,6 +98,7 @@ class Intake:
         spare_ns = self._spare_ns(now_ns, take_ns)
         self._least = spare_ns if self._least is None else min(self._least, spare_ns)
         self._arrived_ns = now_ns
+        self._before_newest = int(self._held.size)
         clean = np.nan_to_num(pcm, nan=0.0, posinf=0.0, neginf=0.0)
         self._held = np.concatenate([self._held, clean])
         most = MOST_NS * self.rate_hz // NS_PER_S
@@ -128,11 +131,9 @@ class Intake:
         """Whether enough waits to begin; what is more than enough is nobody's loss yet."""
         if self._held.size < self.samples:
             return False
-        # What the newest arrival had to spare, if the first take were now. Its own samples count
-        # as held, which makes up for the page that an arrival is measured before.
-        waited_ns = now_ns - self._arrived_ns
-        after = (self._held.size - self.samples) * NS_PER_S // self.rate_hz
-        spare_ns = waited_ns + after
+        # What the newest arrival had to spare, if this is the first take.
+        ahead = self._before_newest - self.samples
+        spare_ns = now_ns - self._arrived_ns + ahead * NS_PER_S // self.rate_hz
         if spare_ns < self.spare_ns:
             return False
         extra = (spare_ns - self.spare_ns) * self.rate_hz // NS_PER_S
