@@ -38,6 +38,7 @@ from engines.bundle import (
 )
 from export import golden, prompt, tiny
 from export.journal import Journal
+from export.mistake import Mistake
 from export.prompt_stages import Opening, Prefill, prompt_graphs
 from export.source import Precision, Source, from_seed
 from export.stages import PCM, PCM_OUT, TEXT, VALID, StageGraph, all_regions, graphs_of, noise_stage
@@ -52,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
 
-class DiskFull(ValueError):
+class DiskFull(Mistake):
     """The bundle does not fit where it should go; the operator's to solve."""
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engines.bundle import ITEMSIZE, Dtype
+from export.mistake import Mistake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,7 @@ MAGIC = {
 """First bytes of what people mistake for safetensors."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Mistake):
     """A checkpoint that cannot be exported: the operator has the wrong, or a damaged, one."""
 
 

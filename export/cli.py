@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engines import bundle, machine
 from export import plan_progress, show, targets
+from export.mistake import Mistake
 
 VOICE_FILES = (".wav", ".pt")
 
@@ -114,8 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         code: int = args.run(args)
-    except (bundle.BundleError, ValueError) as err:
+    except (bundle.BundleError, Mistake) as err:
         print(f"duplexbox export {args.verb}: {err}", file=sys.stderr)
+        return 1
+    except OSError as err:
+        where = f"{err.filename}: " if err.filename else ""
+        what = f"{where}{err.strerror or err}. Mend that and run the same command again"
+        print(f"duplexbox export {args.verb}: {what}", file=sys.stderr)
         return 1
     return code
 
@@ -125,13 +131,13 @@ def run_build(args: argparse.Namespace) -> int:
         return run_targets(args)
     target = targets.resolve(args.target) if args.target else None
     if args.model is None:
-        raise ValueError(
+        raise Mistake(
             "which model? Name a checkpoint's folder or a seeded model: "
             "duplexbox export build small -o BUNDLE"
         )
     is_bundle = (Path(args.model) / "bundle.json").is_file()
     if is_bundle and (args.out or target is None):
-        raise ValueError(
+        raise Mistake(
             f"{args.model} is a bundle already. Build plans of it: duplexbox export build "
             f"{args.model} --target TARGET"
         )
@@ -139,11 +145,11 @@ def run_build(args: argparse.Namespace) -> int:
         assert target is not None
         return build_plans(bundle.read(Path(args.model)), target, args)
     if args.out is None:
-        raise ValueError(
+        raise Mistake(
             f"where to? Name the bundle to write: duplexbox export build {args.model} -o BUNDLE"
         )
     if target and (reason := targets.reason_not_to_build(target, machine.look())):
-        raise ValueError(reason)  # before the bundle is built, which may take an hour
+        raise Mistake(reason)  # before the bundle is built, which may take an hour
     code = build_bundle(args)
     return code if target is None else build_plans(bundle.read(args.out), target, args)
 
@@ -199,12 +205,12 @@ def build_bundle(args: argparse.Namespace) -> int:
 
 
 def voices_in(folder: Path | None) -> dict[str, Path]:
-    """Voices by name: the .wav and .pt files of ``folder``. Raises ValueError if there is none."""
+    """Voices by name: the .wav and .pt files of ``folder``. Raises Mistake if there is none."""
     if folder is None:
         return {}
     found = {path.stem: path for path in sorted(folder.glob("*")) if path.suffix in VOICE_FILES}
     if not found:
-        raise ValueError(
+        raise Mistake(
             f"--voices {folder} holds no {' or '.join(VOICE_FILES)} file. "
             f"Record a few seconds of one person, or unpack voices.tgz of the checkpoint there"
         )
@@ -258,10 +264,12 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def largest_batch(batches: str) -> int:
-    """The N of "1-N". Raises ValueError with the form that is wanted."""
+    """The N of "1-N". Raises Mistake with the form that is wanted."""
     first, dash, last = batches.partition("-")
-    if first != "1" or not dash or not last.isdigit() or int(last) < 1:
-        raise ValueError(
-            f"--batches {batches}: profiles run from 1 without gaps, so write 1-N, such as 1-8"
+    is_count = last.isascii() and last.isdigit() and len(last) <= len(str(bundle.LARGEST_BATCH))
+    if first != "1" or not dash or not is_count or not 1 <= int(last) <= bundle.LARGEST_BATCH:
+        raise Mistake(
+            f"--batches {batches}: profiles run from 1 without gaps, so write 1-N, such as 1-8; N "
+            f"is at most {bundle.LARGEST_BATCH}"
         )
     return int(last)

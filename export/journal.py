@@ -17,12 +17,13 @@ import msgspec
 
 from engines import bundle
 from engines.bundle import FileSpec
+from export.mistake import Mistake
 
 BUILDING = "building.json"
 BUNDLE = "bundle.json"
 
 
-class FolderTaken(ValueError):
+class FolderTaken(Mistake):
     """The folder to write holds something that is not a bundle; the operator's fault."""
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from engines.bundle import Dtype, PromptSpec, VoiceSpec
 from export.checkpoint_voice import SPARE_COLUMNS, read_voice
 from export.loudness import TooQuiet, loudness_lufs
+from export.mistake import Mistake
 from export.models import tokens
 from export.models.config import LmConfig, ModelConfig
 from export.models.mimi import Mimi
@@ -36,7 +37,7 @@ LONGEST_VOICE_S = 30.0
 """Published voices are a few seconds; every frame of one is a frame less of conversation."""
 
 
-class VoiceError(ValueError):
+class VoiceError(Mistake):
     """A file that cannot be a voice of this model; whoever named it must choose another."""
 
 

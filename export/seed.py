@@ -32,6 +32,7 @@ from export.checkpoint import UNTRAINED
 from export.checkpoint_config import CONFIG_FILE, LM_FILE, MIMI_FILE, TEXT_FILE
 from export.checkpoint_file import LENGTH_BYTES
 from export.checkpoint_text import seeded_pieces, sentencepiece_model
+from export.mistake import Mistake
 from export.models.config import LmConfig, MimiConfig
 from export.seed_values import GENERATOR, draw
 
@@ -80,7 +81,7 @@ Progress = Callable[[str, int, int], None]
 """(file, bytes of it written, bytes of it) -> nothing; called a few times per hundred MB."""
 
 
-class SeedError(ValueError):
+class SeedError(Mistake):
     """The folder or the disk does not allow writing the checkpoint; the operator's to solve."""
 
 

@@ -24,6 +24,7 @@ from export.checkpoint import Checkpoint
 from export.checkpoint_file import CheckpointError
 from export.checkpoint_text import read_pieces
 from export.hollow import Hollow, hollow_lm, nothing_hollow
+from export.mistake import Mistake
 from export.models.config import ModelConfig
 from export.models.lm import LanguageModel
 from export.models.mimi import Mimi
@@ -41,7 +42,7 @@ LICENCES = {
 }
 
 
-class SourceError(ValueError):
+class SourceError(Mistake):
     """What was named is no model that can be exported; the operator's fault."""
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from engines.bundle import Manifest, RegionSpec
 from engines.clocks import ClockKind
 from engines.plans import INSTALL, Flavour, Machine, graph_stages, target_of
+from export.mistake import Mistake
 
 X86, ARM = "linux-x86_64", "linux-aarch64"
 GIB = 1 << 30
@@ -36,11 +37,11 @@ ARM_CAPABILITIES = ("8.7", "11.0", "12.1")
 """Found in boxes with an ARM processor only."""
 
 
-class UnknownTarget(ValueError):
+class UnknownTarget(Mistake):
     """A target that is not in the table; the operator's mistake."""
 
 
-class CannotBuild(ValueError):
+class CannotBuild(Mistake):
     """This machine cannot build for that target; says which one can."""
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from engines.bundle import NEXT, Dtype, StageSpec, TensorSpec
 from engines.plans import TENSORRT_DTYPES, Profile, described
+from export.mistake import Mistake
 from export.tensorrt_graph import Prepared
 
 RECIPE = 1
@@ -34,11 +35,11 @@ Progress = Callable[[str, int, int], None]
 Attention = Literal["none", "strict", "decomposable"]
 
 
-class NotParsed(ValueError):
+class NotParsed(Mistake):
     """A graph uses what this TensorRT cannot parse; the exporter's fault."""
 
 
-class NotBuilt(ValueError):
+class NotBuilt(Mistake):
     """TensorRT parsed a graph and could not build it; its own words are in the message."""
 
 

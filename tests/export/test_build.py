@@ -200,7 +200,12 @@ BAD = {
     "no tokenizer": (["build", "{tmp}/wordless"], "has no SentencePiece model"),
     "a taken folder": (["build", "micro", "-o", "{tmp}/wordless"], "is not a bundle"),
     "batches with a gap": (["build", "micro", "--batches", "2-4"], "profiles run from 1"),
-    "a context of one": (["build", "{folder}", "--context", "1"], "the least is 2"),
+    "a context of one": (["build", "{folder}", "--context", "1"], "name 2 to"),
+    "an endless context": (["build", "{folder}", "--context", "9" * 12], "name 2 to"),
+    "a nameless disk": (
+        ["build", "micro", "-o", "/proc/none/b"],
+        "No such file or directory. Mend",
+    ),
     "a seeded model's context": (["build", "micro", "--context", "9"], "has its own"),
     "no bundle": (["verify", "{tmp}/nothing"], "is not a folder, so not a bundle"),
     "no checkpoint": (["verify", "{built}", "--checkpoint", "{tmp}/nothing"], "is neither"),

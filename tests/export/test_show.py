@@ -9,6 +9,7 @@ import pytest
 from engines.bundle import Manifest, RegionSpec
 from engines.clocks import ClockKind, NativeClock, Order
 from export import cli, show
+from export.mistake import Mistake
 from tests.engines import toy
 
 
@@ -68,8 +69,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("batches", ["8", "2-8", "1-", "1-0", "1-x", ""])
+@pytest.mark.parametrize(
+    "batches", ["8", "2-8", "1-", "1-0", "1-x", "", "1-٣", "1-65536", "1-" + "9" * 5000]
+)
 def test_batch_profiles_have_no_gaps(batches: str) -> None:
-    with pytest.raises(ValueError, match="write 1-N"):
+    with pytest.raises(Mistake, match="write 1-N"):
         cli.largest_batch(batches)
     assert cli.largest_batch("1-16") == 16
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: object) -> int:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(cli, "run_show", broken)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        cli.main(["show", "anything"])
