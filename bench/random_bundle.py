@@ -1,7 +1,7 @@
 # ruff: noqa: T201  (a script run by hand)
 """A bundle of Moshi 7B's shape with random weights, made where it is measured.
 
-    python -m bench.random_bundle graphs FOLDER [--batches 1-64]    # anywhere, 30 s, 0.5 MB
+    python -m bench.random_bundle graphs FOLDER [--batches 1-64] [--attention ring]    # anywhere
     python -m bench.random_bundle weights FOLDER                    # on the GPU: 15.7 GB in 15 s
     duplexbox engines bench FOLDER --executor cuda --no-hashes ...
 
@@ -29,7 +29,16 @@ from export.cli import largest_batch
 from export.hollow import hollow_lm
 from export.models.config import MOSHI_7B
 from export.models.mimi import Mimi
-from export.stages import PCM, PCM_OUT, TEXT, VALID, all_regions, graphs_of, noise_stage
+from export.stages import (
+    PCM,
+    PCM_OUT,
+    TEXT,
+    VALID,
+    Attention,
+    all_regions,
+    graphs_of,
+    noise_stage,
+)
 from export.to_onnx import Weights, write_graph
 
 PLACES = "places.json"
@@ -37,21 +46,22 @@ UNKNOWN = "0" * 64
 WRITERS = 8
 
 
-def write_graphs(folder: Path, batches: int) -> None:
+def write_graphs(folder: Path, batches: int, attention: Attention = "standard") -> None:
     """Everything but the weights; ``folder``/places.json says where each of those lies."""
     config = MOSHI_7B
     weights = Weights(folder / "stages")
     weights.folder.mkdir(parents=True, exist_ok=True)
     lm, _ = hollow_lm(config.lm, "bfloat16", lambda name: torch.ones(1, 1, _norm(name)))
-    graphs = graphs_of(config, Mimi(config.mimi).eval().requires_grad_(False), lm, "bfloat16")
-    files = [str(write_graph(graph, weights).relative_to(folder)) for graph in graphs]
+    mimi = Mimi(config.mimi).eval().requires_grad_(False)
+    graphs = graphs_of(config, mimi, lm, "bfloat16", attention)
+    shared = {graph.name: graph for graph in (each.written() for each in graphs)}.values()
+    files = [str(write_graph(graph, weights).relative_to(folder)) for graph in shared]
     (folder / PIECES).write_bytes(msgspec.json.encode([""] * config.lm.text_card))
     places = [
         (name, placed.file, placed.offset, str(placed.tensor.dtype)[6:], list(placed.tensor.shape))
         for name, placed in weights.places.items()
     ]
     (folder / PLACES).write_text(json.dumps(places))
-    encode, temporal, depth, decode = (graph.spec for graph in graphs)
     sizes = {f"stages/{file}": FileSpec(UNKNOWN, size) for file, size in weights.files.items()}
     manifest = Manifest(
         format=bundle.FORMAT,
@@ -65,7 +75,7 @@ def write_graphs(folder: Path, batches: int) -> None:
         timing=Timing(config.period_ns, config.mimi.sample_rate_hz, config.mimi.samples_per_frame),
         largest_batch=batches,
         regions=all_regions(graphs, config),
-        stages=(noise_stage(config), encode, temporal, depth, decode),
+        stages=(noise_stage(config), *(graph.spec for graph in graphs)),
         audio=AudioPorts(PCM, PCM_OUT, VALID),
         text=TextPorts(TEXT, PIECES, config.silent_ids),
         files={name: bundle.describe_file(folder / name) for name in (*files, PIECES)} | sizes,
@@ -125,9 +135,10 @@ def main() -> None:
     parser.add_argument("what", choices=("graphs", "weights"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batches", default="1-160")
+    parser.add_argument("--attention", choices=("standard", "ring"), default="standard")
     args = parser.parse_args()
     if args.what == "graphs":
-        write_graphs(args.folder, largest_batch(args.batches))
+        write_graphs(args.folder, largest_batch(args.batches), args.attention)
     else:
         write_weights(args.folder)
 

@@ -123,6 +123,23 @@ class RegionSpec(_Strict, frozen=True):
         return clocks.bytes_at(self.clock, self.shape, self.itemsize, ticks, page_bytes)
 
 
+class RingSpec(_Strict, frozen=True):
+    """What `ring_attention` is told beside its tensors; which those are says `ring_stage`."""
+
+    twin: str
+    """ONNX graph in the bundle that computes the same with standard operators; shared by stages
+    of one shape, so its tensors have names of their own and are matched by position."""
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    retain: int
+    """Rows of the ring."""
+    rows: int
+    """Rows written, and queries asked, per tick."""
+    max_period: float
+    """Of the rotary embedding; 0: keys and queries are not rotated."""
+
+
 class StageSpec(_Strict, frozen=True):
     """One step of the tick: an ONNX graph, or a built-in kernel named by `builtin`."""
 
@@ -131,7 +148,9 @@ class StageSpec(_Strict, frozen=True):
     outputs: tuple[TensorSpec, ...]
     graph: str = ""
     """Path of the ONNX graph inside the bundle; empty for a built-in stage."""
-    builtin: Literal["", "gumbel_noise"] = ""
+    builtin: Literal["", "gumbel_noise", "ring_attention"] = ""
+    ring: RingSpec | None = None
+    """Of a `ring_attention`."""
 
 
 class Timing(_Strict, frozen=True):
@@ -437,6 +456,12 @@ def _stage_faults(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: a stage is either a graph or a builtin"
         if stage.graph and stage.graph not in manifest.files:
             yield f"{where}.graph: {stage.graph} is not among `$.files`"
+        if (stage.builtin == "ring_attention") != (stage.ring is not None):
+            yield f"{where}.ring: a ring_attention has one, no other stage does"
+        elif stage.ring is not None:
+            from engines import ring_stage  # it is written in this file's words
+
+            yield from (f"{where}{fault}" for fault in ring_stage.faults(manifest, stage))
         for side in ("inputs", "outputs"):
             for tensor in getattr(stage, side):
                 if not tensor.shape or tensor.shape[0] != BATCH or BATCH in tensor.shape[1:]:

@@ -41,6 +41,7 @@ from engines.kernels.tick import NoiseCall, Row, TickKernels, fill_bytes, table_
 from engines.layout import plan_layout
 from engines.ort_executor import STORAGE, StageFailed, check_ports
 from engines.program import Buffer, Step, plan_program
+from engines.ring_launch import RingLauncher
 from engines.tick_graph import Part, TickGraphs, run_eagerly
 
 PROVIDER = "CUDAExecutionProvider"
@@ -143,6 +144,8 @@ class CudaExecutor:
         major, minor = self.device.compute_capability
         self._kernels = TickKernels(f"sm_{major}{minor}", options.kernels)
         self._closing.callback(self._kernels.close)
+        self._rings = RingLauncher(manifest.stages, slots, self.device, options.kernels)
+        self._closing.callback(self._rings.close)
         self._tables()
         self._ports()
         self._open_stages()
@@ -255,6 +258,11 @@ class CudaExecutor:
             full=self.layout.full_bytes(self.slots),
             device_used=self.device.total_bytes - self.device.free_bytes,
         )
+
+    def stage(self, name: str, batch: int) -> Callable[[], None]:
+        """What enqueues one stage on `stream`, without a graph; for tests and measurements."""
+        (step,) = (step for step in self._program.steps[0] if step.stage.name == name)
+        return self._bind_step(step, batch)
 
     def nodes(self, batch: int) -> int:
         """Kernels, copies and fills in the graph of ``batch`` sessions."""
@@ -443,6 +451,8 @@ class CudaExecutor:
         ]
 
     def _bind_step(self, step: Step, batch: int) -> Callable[[], None]:
+        if step.stage.ring is not None:
+            return self._rings.bind(step, batch, self._address, self.stream)
         if step.stage.builtin:
             seed, frame = (self._address(bound.buffer) for bound in step.inputs)
             (noise,) = step.outputs

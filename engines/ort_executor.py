@@ -19,6 +19,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from engines import ring_stage
 from engines.bundle import Bundle, BundleError, Dtype, RegionSpec, StageSpec
 from engines.clocks import ClockKind
 from engines.executor import check_setting
@@ -69,7 +70,7 @@ class OrtExecutor:
         self._program = plan_program(manifest)
         self._regions = {region.name: region for region in manifest.regions}
         self._arrays = _allocate(manifest.regions, self._program.steps[0], slots)
-        self._sessions = {s.name: load_stage(bundle, s) for s in manifest.stages if s.graph}
+        self._sessions = load_stages(bundle)
         self._runs = [
             [self._bind(phase, batch) for batch in range(slots + 1)] for phase in range(PHASES)
         ]
@@ -159,32 +160,22 @@ class OrtExecutor:
         return tuple(self._bind_step(step, batch) for step in self._program.steps[phase])
 
     def _bind_step(self, step: Step, batch: int) -> Run:
-        if step.stage.builtin:
+        if step.stage.builtin == "gumbel_noise":
             seed, frame = (self._arrays[bound.buffer][:batch] for bound in step.inputs)
             (noise,) = (self._arrays[bound.buffer][:batch] for bound in step.outputs)
             return lambda: gumbel(seed, frame, noise)
         session = self._sessions[step.stage.name]
+        graph = ring_stage.as_twin(step.stage) if step.stage.ring else step.stage
         binding = session.io_binding()
-        for bound in step.inputs:
-            array = self._arrays[bound.buffer]
-            binding.bind_input(
-                bound.tensor.name,
-                "cpu",
-                0,
-                STORAGE[bound.tensor.dtype][1],
-                (batch, *array.shape[1:]),
-                array.ctypes.data,
-            )
-        for bound in step.outputs:
-            array = self._arrays[bound.buffer]
-            binding.bind_output(
-                bound.tensor.name,
-                "cpu",
-                0,
-                STORAGE[bound.tensor.dtype][1],
-                (batch, *array.shape[1:]),
-                array.ctypes.data,
-            )
+        for bind, tensors, side in (
+            (binding.bind_input, graph.inputs, step.inputs),
+            (binding.bind_output, graph.outputs, step.outputs),
+        ):
+            for tensor, bound in zip(tensors, side, strict=True):
+                array = self._arrays[bound.buffer]
+                element = STORAGE[tensor.dtype][1]
+                shape = (batch, *array.shape[1:])
+                bind(tensor.name, "cpu", 0, element, shape, array.ctypes.data)
         name = step.stage.name
 
         def run() -> None:
@@ -214,6 +205,21 @@ def _allocate(
         for bound in (*step.inputs, *step.outputs):
             allocate(bound.buffer, bound.tensor.dtype, bound.tensor.row_shape)
     return arrays
+
+
+def load_stages(bundle: Bundle) -> dict[str, ort.InferenceSession]:
+    """Every stage of a tick that ONNX Runtime runs, by name; those of one twin share a session."""
+    sessions: dict[str, ort.InferenceSession] = {}
+    twins: dict[str, ort.InferenceSession] = {}
+    for stage in bundle.manifest.stages:
+        if stage.ring is not None:
+            twin = ring_stage.as_twin(stage)
+            if twin.graph not in twins:
+                twins[twin.graph] = load_stage(bundle, twin)
+            sessions[stage.name] = twins[twin.graph]
+        elif stage.graph:
+            sessions[stage.name] = load_stage(bundle, stage)
+    return sessions
 
 
 def load_stage(bundle: Bundle, stage: StageSpec) -> ort.InferenceSession:

@@ -41,7 +41,17 @@ from export.journal import Journal
 from export.mistake import Mistake
 from export.prompt_stages import Opening, Prefill, prompt_graphs
 from export.source import Precision, Source, from_seed
-from export.stages import PCM, PCM_OUT, TEXT, VALID, StageGraph, all_regions, graphs_of, noise_stage
+from export.stages import (
+    PCM,
+    PCM_OUT,
+    TEXT,
+    VALID,
+    Attention,
+    StageGraph,
+    all_regions,
+    graphs_of,
+    noise_stage,
+)
 from export.to_onnx import Weights, graph_bytes
 
 PIECES, TOKENIZER = "pieces.json", "tokenizer.model"
@@ -64,12 +74,14 @@ def build_seeded(
     seed: int = 0,
     largest_batch: int = 8,
     dtype: Precision | None = None,
+    attention: Attention = "standard",
 ) -> Bundle:
     """Write the bundle of a small seeded model (`tiny.MODELS`) into ``out`` and read it back.
 
     Raises `FolderTaken` when ``out`` exists and is not a bundle.
     """
-    return build(from_seed(model, seed, dtype), out, largest_batch=largest_batch)
+    source = from_seed(model, seed, dtype)
+    return build(source, out, largest_batch=largest_batch, attention=attention)
 
 
 def build(
@@ -77,25 +89,27 @@ def build(
     out: Path,
     *,
     largest_batch: int,
+    attention: Attention = "standard",
     voices: Mapping[str, Path] = MappingProxyType({}),
     progress: Progress = lambda file, done, total: None,
     say: Say = lambda sentence: None,
 ) -> Bundle:
     """Write, continue or recognise the bundle of ``source`` in ``out``, and read its manifest.
 
-    Raises `FolderTaken` when ``out`` holds something else, `DiskFull` before writing weights.
+    Raises `FolderTaken` when ``out`` holds something else, `DiskFull` before writing weights,
+    `ring_stages.CannotCut`.
     """
     config = source.config
     if voices and config.prompt is None:
         raise prompt.VoiceError(f"{config.name} takes no voices; leave --voices out")
     assert len(source.pieces) == config.lm.text_card, (len(source.pieces), config.lm.text_card)
+    graphs = graphs_of(config, source.mimi, source.lm, source.dtype, attention)
     digest = source.checkpoint_sha256()
-    journal = Journal(out, made_from(source, digest, largest_batch, voices))
+    journal = Journal(out, made_from(source, digest, largest_batch, voices, attention))
     if journal.note:
         say(journal.note)
     if journal.whole:
         return bundle.read(out, hashes=False)  # the journal has just compared them
-    graphs = graphs_of(config, source.mimi, source.lm, source.dtype)
     prompted = config.prompt is not None
     asks = prompt_graphs(config, source.lm, source.dtype) if prompted else ()
     _write_stages(source, (*graphs, *asks), journal, progress, say)
@@ -107,7 +121,6 @@ def build(
         _write_once(journal, TOKENIZER, lambda: tiny.tokenizer(config))
     regions = all_regions(graphs, config)
     specs = _write_golden(source, graphs, asks, journal, say)
-    encode, temporal, depth, decode = (graph.spec for graph in graphs)
     prompts = _write_prompt(source, asks, voices, journal) if asks else None
     manifest = Manifest(
         format=bundle.FORMAT,
@@ -125,7 +138,7 @@ def build(
         ),
         largest_batch=largest_batch,
         regions=regions,
-        stages=(noise_stage(config), encode, temporal, depth, decode),
+        stages=(noise_stage(config), *(graph.spec for graph in graphs)),
         audio=AudioPorts(input=PCM, output=PCM_OUT, valid=VALID),
         text=TextPorts(output=TEXT, pieces=PIECES, silent_ids=config.silent_ids),
         files={name: journal.files[name] for name in sorted(journal.files)},
@@ -144,11 +157,13 @@ def made_from(
     checkpoint_sha256: str,
     largest_batch: int,
     voices: Mapping[str, Path] = MappingProxyType({}),
+    attention: Attention = "standard",
 ) -> dict[str, str]:
     """Everything the bytes of a bundle depend on."""
     given = {
         "checkpoint": checkpoint_sha256,
         "batches": f"1-{largest_batch}",
+        "attention": attention,
         "exporter": exporter_sha256(),
         "torch": str(torch.__version__),
     }
@@ -176,11 +191,12 @@ def _write_stages(
 ) -> None:
     """Graphs first, because they say which weights there are; then the weights, file by file."""
     weights = Weights(journal.folder / "stages", source.hollow)
-    for graph in graphs:
+    # Stages that differ in nothing but names share a graph.
+    for graph in {shared.name: shared for shared in (g.written() for g in graphs)}.values():
         say(f"tracing {graph.name}")
         # Traced even if the file is there: tracing is what gives the weights their places.
         raw = graph_bytes(graph, weights)
-        _write_once(journal, f"stages/{graph.name}.onnx", lambda raw=raw: raw)  # type: ignore[misc]
+        _write_once(journal, graph.file, lambda raw=raw: raw)  # type: ignore[misc]
     _check_disk(journal, {f"stages/{name}": size for name, size in weights.files.items()})
     for file, total in weights.files.items():
         name = f"stages/{file}"

@@ -52,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--context", type=int, help="ticks attention sees (default: as the checkpoint says)"
     )
     build.add_argument(
+        "--attention",
+        choices=("standard", "ring"),
+        default="standard",
+        help="over a session's rings: standard operators inside the graphs, or a stage of our own "
+        "between them: bits that repeat on a GPU (default: %(default)s)",
+    )
+    build.add_argument(
         "--pin-persona",
         type=int,
         default=0,
@@ -195,6 +202,7 @@ def build_bundle(args: argparse.Namespace) -> int:
         model,
         args.out,
         largest_batch=batches,
+        attention=args.attention,
         voices=voices_in(args.voices),
         progress=lambda *now: print(bar.update(*now), end="", file=sys.stderr, flush=True),
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),

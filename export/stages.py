@@ -26,6 +26,7 @@ bundle's files (`build`).
 """
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ from export.models.lm import LanguageModel
 from export.models.mimi import Mimi
 from export.models.sampling import Taste
 from export.models.streaming import State, counter, regions_of
+
+Attention = Literal["standard", "ring"]
+"""Inside the graphs, with standard operators, or between them, as a stage of our own."""
 
 PCM, PCM_OUT = "pcm", "pcm_out"
 USER_CODES, CODES, TEXT, VALID = "user_codes", "codes", "text", "valid"
@@ -60,8 +64,17 @@ class StageGraph(nn.Module):
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
 
     @property
+    def file(self) -> str:
+        """Of the graph, inside the bundle."""
+        return f"stages/{self.name}.onnx"
+
+    @property
     def spec(self) -> StageSpec:
-        return StageSpec(self.name, self.inputs, self.outputs, graph=f"stages/{self.name}.onnx")
+        return StageSpec(self.name, self.inputs, self.outputs, graph=self.file)
+
+    def written(self) -> "StageGraph":
+        """What is written for it: itself, or what it shares with others."""
+        return self
 
     def run(self, named: State) -> State:
         """Compute the outputs by name; a region's new value under the region's own name."""
@@ -207,10 +220,21 @@ class MimiDecode(StageGraph):
 
 
 def graphs_of(
-    config: ModelConfig, mimi: Mimi, lm: LanguageModel, hidden: Dtype = "float32"
+    config: ModelConfig,
+    mimi: Mimi,
+    lm: LanguageModel,
+    hidden: Dtype = "float32",
+    attention: Attention = "standard",
 ) -> tuple[StageGraph, ...]:
-    """The four graphs of a tick, in order."""
+    """The stages of a tick that are the model's, in order: four, or many if cut at attention.
+
+    Raises `ring_stages.CannotCut`.
+    """
     assert config.lm.user_codebooks == config.mimi.codebooks_used == config.lm.depth_codebooks
+    if attention == "ring":
+        from export.ring_stages import ring_graphs  # it is built on this file
+
+        return ring_graphs(config, mimi, lm, hidden)
     return (
         MimiEncode(config, mimi),
         Temporal(config, lm, hidden),

@@ -21,6 +21,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from engines import ring_stage
 from engines.bundle import Bundle, StageSpec
 
 Array = NDArray[Any]
@@ -56,8 +57,10 @@ class Twin:
 
     def __init__(self, bundle: Bundle, stage: StageSpec, piece_bytes: int = PIECE_BYTES) -> None:
         """Raises TwinFailed when the graph cannot be loaded."""
-        self.stage = stage
-        self.path = bundle.file(stage.graph)
+        self._own = stage
+        self.stage = ring_stage.as_twin(stage) if stage.ring else stage
+        """With tensors named as in the graph, which stages of one shape share."""
+        self.path = bundle.file(self.stage.graph)
         model = onnx.load(self.path, load_external_data=False)
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer}
         total = sum(_float32_bytes(tensor) for tensor in self._weights.values())
@@ -71,6 +74,8 @@ class Twin:
 
         take: gets every output, floats in float32, and should not keep large ones.
         """
+        if self.stage is not self._own:
+            given, take = self._renamed(given, take)
         wanted = [tensor.name for tensor in self.stage.outputs]
         try:
             if self.is_whole:
@@ -81,6 +86,14 @@ class Twin:
             self._run_pieces(given, set(wanted), take)
         except (ort.capi.onnxruntime_pybind11_state.Fail, RuntimeError, ValueError) as err:
             raise TwinFailed(f"stage {self.stage.name} failed: {str(err).splitlines()[0]}") from err
+
+    def _renamed(self, given: Mapping[str, Array], take: Take) -> tuple[Mapping[str, Array], Take]:
+        """The same by the graph's names rather than the stage's."""
+        ports = zip(self._own.inputs, self.stage.inputs, strict=True)
+        inputs = {theirs.name: given[own.name] for own, theirs in ports}
+        outputs = zip(self._own.outputs, self.stage.outputs, strict=True)
+        names = {theirs.name: own.name for own, theirs in outputs}
+        return inputs, lambda name, value: take(names[name], value)
 
     def _run_pieces(self, given: Mapping[str, Array], wanted: set[str], take: Take) -> None:
         last_use = {name: i for i, piece in enumerate(self.pieces) for name in piece.takes}

@@ -19,14 +19,24 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from engines.bundle import NEXT, Bundle, GoldenSpec, RegionSpec, StageSpec
+from engines.bundle import NEXT, Bundle, GoldenSpec, Manifest, RegionSpec, StageSpec
 from engines.clocks import ClockKind
 from engines.golden import draw, is_drawn, written_rows
 from export import golden
 from export.golden import IN, OUT
 from export.prompt_stages import prompt_graphs
 from export.source import Source
-from export.stages import CODES, NOISE, PCM, TEXT, USER_CODES, VALID, StageGraph, graphs_of
+from export.stages import (
+    CODES,
+    NOISE,
+    PCM,
+    TEXT,
+    USER_CODES,
+    VALID,
+    Attention,
+    StageGraph,
+    graphs_of,
+)
 from export.twin import PIECE_BYTES, Array, Twin, TwinFailed
 
 TOLERANCE = 1e-4
@@ -72,7 +82,7 @@ def findings(
     twins = {spec.stage: Twin(bundle, stages[spec.stage], piece_bytes) for spec in manifest.golden}
     graphs: dict[str, StageGraph] = {}
     if reference is not None:
-        graphs = {graph.name: graph for graph in _graphs(reference)}
+        graphs = {graph.name: graph for graph in _graphs(reference, _attention(manifest))}
         yield from _same_checkpoint(bundle, reference)
         for name, graph in graphs.items():
             if graph.spec != stages.get(name):
@@ -91,9 +101,13 @@ def findings(
         yield from _call_findings(bundle, twins, ticking, reference, frames)
 
 
-def _graphs(source: Source) -> tuple[StageGraph, ...]:
+def _attention(manifest: Manifest) -> Attention:
+    return "ring" if any(stage.ring for stage in manifest.stages) else "standard"
+
+
+def _graphs(source: Source, attention: Attention) -> tuple[StageGraph, ...]:
     """Those of a tick, then those of a prompt."""
-    ticking = graphs_of(source.config, source.mimi, source.lm, source.dtype)
+    ticking = graphs_of(source.config, source.mimi, source.lm, source.dtype, attention)
     if source.config.prompt is None:
         return ticking
     return (*ticking, *prompt_graphs(source.config, source.lm, source.dtype))
@@ -288,7 +302,7 @@ def call(bundle: Bundle, twins: Mapping[str, Twin], pcm: Array) -> dict[str, Arr
         if noise is not None:
             named[NOISE] = np.zeros((batch, *noise.row_shape), np.float32)
         for stage in manifest.stages:
-            if stage.graph:
+            if stage.name in twins:
                 _step(stage, twins[stage.name], named, state, rings)
         for name, column in said.items():
             column.append(named[name])

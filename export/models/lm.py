@@ -154,8 +154,12 @@ class LanguageModel(Streaming):
         for layer in self.transformer.layers:
             x, moved = layer(x, view, turn, state)
             new |= moved
+        return *self.think(x), new
+
+    def think(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last layer gave, (N, C) -> hidden (N, C), text_logits (N, text_card) float32."""
         hidden = self.out_norm(x)
-        return hidden, self.text_linear(hidden).float(), new
+        return hidden, self.text_linear(hidden).float()
 
     def depth(
         self, hidden: Tensor, text_logits: Tensor, choose: Choose, steps: int | None = None

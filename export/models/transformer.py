@@ -20,6 +20,7 @@ Positions come from outside: one counter per transformer, (B,) int64.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
@@ -128,6 +129,38 @@ class View:
             self.seen = self.seen & (asked - held < context)
 
 
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Attention itself, without a weight: what is between its two matrices."""
+
+    region: str
+    """Before ``.k`` and ``.v``."""
+    features: int
+    heads: int
+
+    def attend(
+        self, qkv: Tensor, view: View, turn: tuple[Tensor, Tensor], state: State
+    ) -> tuple[Tensor, State]:
+        """qkv: (B*R, 3C), not yet rotated, R = view.rows. Returns (B*R, C) and the two rings."""
+        rows, features = view.rows, self.features
+        query, key, value = op.split3(qkv)
+        query = self._turned(query, rows, turn)
+        key = self._turned(key, rows, turn)
+        k = op.ring_write(state[f"{self.region}.k"], key.unsqueeze(1), view.index)
+        new_rows = value.view(-1, 1, rows, features)
+        v = op.ring_write(state[f"{self.region}.v"], new_rows, view.index)
+        if view.valid is not None:
+            y = op.attend_valid(query, k.squeeze(1), v.squeeze(1), view.valid, self.heads)
+        else:
+            assert view.seen is not None
+            y = op.attend_seen(query, k.squeeze(1), v.squeeze(1), view.seen, self.heads)
+        return y.view(-1, features), {f"{self.region}.k": k, f"{self.region}.v": v}
+
+    def _turned(self, x: Tensor, rows: int, turn: tuple[Tensor, Tensor]) -> Tensor:
+        wide = x.view(-1, rows, self.features).float()
+        return op.rotate(wide, turn[0], turn[1], self.heads).to(x.dtype)
+
+
 class RingAttention(Streaming):
     """Self-attention whose keys and values survive the tick in two KV rings."""
 
@@ -176,24 +209,16 @@ class RingAttention(Streaming):
         self, x: Tensor, view: View, turn: tuple[Tensor, Tensor], state: State
     ) -> tuple[Tensor, State]:
         """x: (B*R, C), R = view.rows. Returns (B*R, C) and the two rings."""
-        rows, features = view.rows, self.features
-        query, key, value = op.split3(op.linear(x, self.in_proj_weight))
-        query = self._turned(query, rows, turn)
-        key = self._turned(key, rows, turn)
-        k = op.ring_write(state[f"{self.region}.k"], key.unsqueeze(1), view.index)
-        new_rows = value.view(-1, 1, rows, features)
-        v = op.ring_write(state[f"{self.region}.v"], new_rows, view.index)
-        if view.valid is not None:
-            y = op.attend_valid(query, k.squeeze(1), v.squeeze(1), view.valid, self.heads)
-        else:
-            assert view.seen is not None
-            y = op.attend_seen(query, k.squeeze(1), v.squeeze(1), view.seen, self.heads)
-        y = self.out_proj(y.view(-1, features))
-        return y, {f"{self.region}.k": k, f"{self.region}.v": v}
+        y, new = self.ring.attend(self.project(x), view, turn, state)
+        return self.out_proj(y), new
 
-    def _turned(self, x: Tensor, rows: int, turn: tuple[Tensor, Tensor]) -> Tensor:
-        wide = x.view(-1, rows, self.features).float()
-        return op.rotate(wide, turn[0], turn[1], self.heads).to(x.dtype)
+    @property
+    def ring(self) -> Ring:
+        return Ring(self.region, self.features, self.heads)
+
+    def project(self, x: Tensor) -> Tensor:
+        """(N, C) -> query, key and value side by side, (N, 3C)."""
+        return op.linear(x, self.in_proj_weight)
 
 
 class GatedLayer(Streaming):
@@ -222,8 +247,19 @@ class GatedLayer(Streaming):
     ) -> tuple[Tensor, State]:
         """(B*R, C) -> (B*R, C)."""
         update, new = self.self_attn(self.norm1(x), view, turn, state)
-        x = x + update
-        return x + self.gating(self.norm2(x)), new
+        return self._gated(x + update), new
+
+    def before(self, x: Tensor) -> Tensor:
+        """What attention takes: (N, C) -> (N, 3C)."""
+        return self.self_attn.project(self.norm1(x))
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer, from its input and what attention gave, (N, C) both."""
+        return self._gated(x + self.self_attn.out_proj(attended))
+
+    def _gated(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.gating(self.norm2(x))
+        return y
 
 
 class LayerScale(nn.Module):
@@ -266,6 +302,17 @@ class CodecLayer(Streaming):
     ) -> tuple[Tensor, State]:
         """(B*R, C) -> (B*R, C)."""
         update, new = self.self_attn(self.norm1(x), view, turn, state)
-        x = x + self.layer_scale_1(update)
+        return self._fed_forward(x + self.layer_scale_1(update)), new
+
+    def before(self, x: Tensor) -> Tensor:
+        """What attention takes: (N, C) -> (N, 3C)."""
+        return self.self_attn.project(self.norm1(x))
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer, from its input and what attention gave, (N, C) both."""
+        return self._fed_forward(x + self.layer_scale_1(self.self_attn.out_proj(attended)))
+
+    def _fed_forward(self, x: Tensor) -> Tensor:
         update = self.linear2(functional.gelu(self.linear1(self.norm2(x))))
-        return x + self.layer_scale_2(update), new
+        y: Tensor = x + self.layer_scale_2(update)
+        return y

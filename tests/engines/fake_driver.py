@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines import cuda, cuda_executor, gpu, ort_executor
+from engines import cuda, cuda_executor, gpu, ort_executor, ring_launch
 from engines.bundle import StageSpec
+from engines.kernels import ring_reference
+from engines.kernels.ring_attention import CacheType, RingParams, RingShape
+from engines.kernels.ring_reference import STORED_DTYPES
 from engines.kernels.tick import NoiseCall
 from engines.noise import gumbel
 
@@ -196,6 +199,66 @@ class HostKernels:
         return bytes_at(table, rows * 32).view(np.uint64).reshape(rows, 4)
 
 
+class HostRings:
+    """The numpy twin of `RingKernels`, with what its ABI asks of addresses."""
+
+    def __init__(self, shape: RingShape, device: object, folder: object) -> None:
+        self.shape = shape
+        self.io = np.float32 if shape.cache is CacheType.FLOAT32 else np.uint16
+
+    def launch(self, params: RingParams, stream: object) -> None:
+        shape, batch = self.shape, params.batch
+        pointers = "q k_new v_new out k_cache v_cache positions slots partials arrivals".split()
+        odd = [name for name in pointers if not getattr(params, name)]
+        odd += [field[0] for field in RingParams._fields_ if _misaligned(params, *field[:2])]
+        assert odd == [], odd
+        assert not bytes_at(params.arrivals, shape.arrivals_bytes(batch)).any()
+        bytes_at(params.partials, shape.partials_bytes(batch))[:] = 0xFF
+        slots = bytes_at(params.slots, 4 * batch).view(np.int32)
+        positions = bytes_at(params.positions, 8 * batch).view(np.int64)
+        frequency = None
+        if params.rope_frequency:
+            frequency = bytes_at(params.rope_frequency, shape.head_dim * 2).view(np.float32)
+        assert params.slot_stride_bytes == shape.capacity * params.row_stride_bytes
+        k_cache, v_cache = (
+            bytes_at(at, (int(slots.max()) + 1) * params.slot_stride_bytes)
+            .view(STORED_DTYPES[shape.cache])
+            .reshape(-1, shape.kv_heads, shape.head_dim)
+            for at in (params.k_cache, params.v_cache)
+        )
+        one = np.ones(shape.kv_heads, np.float32)
+        k_new = self._rows(params.k_new, params.k_stride, shape.kv_heads, batch)
+        v_new = self._rows(params.v_new, params.v_stride, shape.kv_heads, batch)
+        q = self._rows(params.q, params.q_stride, shape.query_heads, batch)
+        held = (positions, slots, k_cache, v_cache, one, one, frequency)
+        ring_reference.write(shape, k_new, v_new, *held)
+        found = ring_reference.attend(shape, q, *held).astype(np.float32)
+        stored = found if self.io is np.float32 else ring_reference.bf16_bits(found)
+        assert params.out_stride == shape.query_heads * shape.head_dim
+        bytes_at(params.out, stored.nbytes)[:] = np.ascontiguousarray(stored).reshape(-1).view("u1")
+
+    def close(self) -> None:
+        pass
+
+    def _rows(self, at: int, stride: int, heads: int, batch: int) -> NDArray[np.float32]:
+        """(B, P, heads, D) float32 of rows that lie ``stride`` elements apart."""
+        rows, width = batch * self.shape.rows_per_step, heads * self.shape.head_dim
+        flat = bytes_at(at, ((rows - 1) * stride + width) * self.shape.cache.io_bytes).view(self.io)
+        taken = np.stack([flat[row * stride : row * stride + width] for row in range(rows)])
+        values = taken if self.io is np.float32 else ring_reference.bf16_values(taken)
+        return values.reshape(batch, self.shape.rows_per_step, heads, self.shape.head_dim)
+
+
+def _misaligned(params: RingParams, name: str, kind: object) -> bool:
+    """True unless pointers and strides are multiples of 16 bytes, as the kernel loads them."""
+    if kind is ctypes.c_void_p:
+        return bool((getattr(params, name) or 0) % 16)
+    if not name.endswith(("_stride", "_bytes")):
+        return False
+    size = 1 if name.endswith("_bytes") else 2
+    return bool(getattr(params, name) * size % 16)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, total_bytes: int = TOTAL_BYTES) -> FakeDriver:
     """Make `CudaExecutor` run on this file until the test ends; use ``graphs=False``."""
     driver = FakeDriver(total_bytes)
@@ -208,5 +271,6 @@ def install(monkeypatch: pytest.MonkeyPatch, total_bytes: int = TOTAL_BYTES) -> 
     monkeypatch.setattr(gpu, "WORKSPACE_BYTES", 0)
     monkeypatch.setattr(cuda_executor, "open_device", lambda ordinal: FakeDevice(driver))
     monkeypatch.setattr(cuda_executor, "TickKernels", HostKernels)
+    monkeypatch.setattr(ring_launch, "load_kernels", HostRings)
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_load", load)
     return driver

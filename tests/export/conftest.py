@@ -34,3 +34,11 @@ def persona_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     folder = tmp_path_factory.mktemp("bundles") / "persona"
     return build.build_seeded("personaplex-micro", folder, seed=SEED, largest_batch=4)
+
+
+@pytest.fixture(scope="session")
+def ring_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same model as `micro_bundle`, cut at attention."""
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+    folder = tmp_path_factory.mktemp("bundles") / "ring"
+    return build.build_seeded("micro", folder, seed=SEED, largest_batch=4, attention="ring")

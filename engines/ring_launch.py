@@ -1,0 +1,174 @@
+"""The built-in stage `ring_attention` on a GPU: one compiled kernel per shape, launched in a tick.
+
+Where things lie comes from the executor's layout: queries, keys and values side by side in a wire
+(the kernel takes strides, so nothing is split or copied), rings as the arena has them, slot after
+slot. A table on the device says which slot each row of the batch lives in; today that is 0, 1, 2,
+..., because live sessions are kept together. Scratch is shared by all layers of a shape, since
+launches on one stream follow each other.
+
+A launch allocates nothing and waits for nothing, so it is captured like any other part of a tick.
+Not here: the kernel and what it promises (`kernels.ring_attention`), the manifest (`ring_stage`).
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines import cuda
+from engines.bundle import NEXT, BundleError, Dtype, StageSpec
+from engines.cuda import Device, DevicePtr, Stream
+from engines.kernels import nvrtc
+from engines.kernels.ring_attention import (
+    SOURCE,
+    CacheType,
+    RingKernels,
+    RingParams,
+    RingShape,
+    RingShapeError,
+    ring_params,
+)
+from engines.program import Buffer, Step
+
+CACHES: dict[Dtype, CacheType] = {"float32": CacheType.FLOAT32, "bfloat16": CacheType.BFLOAT16}
+"""By dtype of the rings. 8-bit rings need scales, which no bundle carries yet."""
+
+Address = Callable[[Buffer], DevicePtr]
+"""Where slot 0 of a buffer lies."""
+
+
+def shape_of(stage: StageSpec) -> RingShape:
+    """The kernel's shape. Raises `BundleError` when there is no kernel for this stage."""
+    ring = stage.ring
+    assert ring is not None, stage.name
+    dtypes = {tensor.dtype for tensor in (stage.inputs[0], *stage.inputs[2:], stage.outputs[0])}
+    cache = CACHES.get(stage.inputs[2].dtype)
+    remedy = "Build the bundle for it again: duplexbox export build --attention standard"
+    if cache is None or len(dtypes) > 1:
+        raise BundleError(
+            f"stage {stage.name}: rings and rows of {', '.join(sorted(dtypes))}; the kernel takes "
+            f"one of {', '.join(sorted(CACHES))} for all. {remedy}"
+        )
+    try:
+        return RingShape(
+            cache=cache,
+            query_heads=ring.query_heads,
+            kv_heads=ring.kv_heads,
+            head_dim=ring.head_dim,
+            capacity=ring.retain,
+            rows_per_step=ring.rows,
+        )
+    except RingShapeError as err:
+        raise BundleError(f"stage {stage.name}: {err}. {remedy}") from None
+
+
+def rope_frequency(head_dim: int, max_period: float) -> NDArray[np.float32]:
+    """(D/2,) radians per row of each pair, in float32 as the models have them."""
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    frequency: NDArray[np.float32] = np.exp(pairs * np.float32(-np.log(max_period) * 2 / head_dim))
+    return frequency
+
+
+def load_kernels(shape: RingShape, device: Device, folder: Path) -> RingKernels:
+    """Compile for ``device``, or find in ``folder``, and load. Raises `nvrtc.NoCompiler`."""
+    major, minor = device.compute_capability
+    image = nvrtc.compile_cached(SOURCE, shape.definitions(), f"sm_{major}{minor}", folder)
+    return RingKernels(shape, image, device.attribute("MULTIPROCESSOR_COUNT"))
+
+
+class RingLauncher:
+    """Kernels, scratch and tables of all ring stages of a bundle. One thread uses it."""
+
+    def __init__(
+        self, stages: Iterable[StageSpec], slots: int, device: Device, folder: Path
+    ) -> None:
+        """Load what ``stages`` need for batches up to ``slots``; others are passed over.
+
+        Raises `BundleError` when a stage has no kernel, `nvrtc.NoCompiler`.
+        """
+        self._held: list[DevicePtr] = []
+        self._kernels: dict[RingShape, RingKernels] = {}
+        self._scratch: dict[RingShape, tuple[DevicePtr, DevicePtr]] = {}
+        self._frequency: dict[tuple[int, float], DevicePtr] = {}
+        self.scratch_bytes = 0
+        self._slots = DevicePtr(0)
+        try:
+            for stage in stages:
+                if stage.ring is not None:
+                    self._load(stage, slots, device, folder)
+            if self._kernels:
+                self._slots = self._table(np.arange(slots, dtype=np.int32).tobytes())
+        except BaseException:
+            self.close()
+            raise
+
+    def bind(self, step: Step, batch: int, address: Address, stream: Stream) -> Callable[[], None]:
+        """What enqueues one stage for exactly ``batch`` sessions in slots 0..batch-1."""
+        params = self.params(step, batch, address)
+        kernels = self._kernels[shape_of(step.stage)]
+        return lambda: kernels.launch(params, stream)
+
+    def params(self, step: Step, batch: int, address: Address) -> RingParams:
+        """The kernel's argument: every address and stride of one stage and batch."""
+        ring, shape = step.stage.ring, shape_of(step.stage)
+        assert ring is not None, step.stage.name
+        qkv, position, k, v = (address(bound.buffer) for bound in step.inputs)
+        attended, k_next, v_next = (address(bound.buffer) for bound in step.outputs)
+        assert (k, v) == (k_next, v_next), f"{step.stage.name}: rings are updated where they lie"
+        io = shape.cache.io_bytes
+        queries, keys = ring.query_heads * ring.head_dim, ring.kv_heads * ring.head_dim
+        width = queries + 2 * keys
+        partials, arrivals = self._scratch[shape]
+        has_rope = ring.max_period > 0
+        return ring_params(
+            shape,
+            batch,
+            q=int(qkv),
+            k_new=int(qkv) + queries * io,
+            v_new=int(qkv) + (queries + keys) * io,
+            q_stride=width,
+            k_stride=width,
+            v_stride=width,
+            out=int(attended),
+            k_cache=int(k),
+            v_cache=int(v),
+            positions=int(position),
+            slots=int(self._slots),
+            rope_frequency=int(self._frequency[ring.head_dim, ring.max_period]) if has_rope else 0,
+            partials=int(partials),
+            arrivals=int(arrivals),
+        )
+
+    def close(self) -> None:
+        for kernels in self._kernels.values():
+            kernels.close()
+        for pointer in self._held:
+            cuda.release(pointer)
+        self._kernels, self._held = {}, []
+
+    def _load(self, stage: StageSpec, slots: int, device: Device, folder: Path) -> None:
+        ring, shape = stage.ring, shape_of(stage)
+        assert ring is not None, stage.name
+        names = [tensor.name + NEXT for tensor in stage.inputs[2:]]
+        assert names == [tensor.name for tensor in stage.outputs[1:]], stage.name
+        key = (ring.head_dim, ring.max_period)
+        if ring.max_period > 0 and key not in self._frequency:
+            self._frequency[key] = self._table(rope_frequency(*key).tobytes())
+        if shape in self._kernels:
+            return
+        self._kernels[shape] = load_kernels(shape, device, folder)
+        partials = self._allocate(shape.partials_bytes(slots))
+        arrivals = self._allocate(shape.arrivals_bytes(slots))
+        cuda.fill_bytes(arrivals, 0, shape.arrivals_bytes(slots))
+        self._scratch[shape] = (partials, arrivals)
+
+    def _table(self, raw: bytes) -> DevicePtr:
+        table = self._allocate(len(raw))
+        cuda.write_device(table, raw)
+        return table
+
+    def _allocate(self, nbytes: int) -> DevicePtr:
+        self._held.append(cuda.allocate(nbytes))
+        self.scratch_bytes += nbytes
+        return self._held[-1]
