@@ -30,6 +30,7 @@ from engines.bundle import NEXT, ROWS, GoldenSpec, RegionSpec, TensorSpec
 from engines.clocks import ClockKind
 from engines.golden import draw, is_drawn, written_rows
 from export.hollow import Wide
+from export.mistake import Mistake
 from export.models.streaming import State, fresh_state
 from export.models.transformer import RingAttention
 from export.prompt_stages import IS_EMBEDDED, POSITION, Prefill
@@ -72,6 +73,10 @@ PROMPT_AGE = 40
 GREEDY = {TEMPERATURE: 0.0, TEXT_TEMPERATURE: 0.0}
 
 
+class NotFinite(Mistake):
+    """A model whose answers are no numbers; nothing could be held to them."""
+
+
 OnTick = Callable[[int, int], None]
 """(tick, ticks) -> nothing; before each tick of a call."""
 
@@ -90,18 +95,32 @@ def spec_of(graph: StageGraph, source: Source) -> GoldenSpec:
 
 
 def record(graph: StageGraph, source: Source, spec: GoldenSpec) -> bytes:
-    """Run one tick of a stage; returns a safetensors file of what went in and what came out."""
+    """Run one tick of a stage; returns a safetensors file of what went in and what came out.
+
+    Raises `NotFinite`.
+    """
     best: tuple[float, dict[str, Tensor]] = (-1.0, {})
     for attempt in range(TRIES):
         inputs = _inputs(graph, source, spec, attempt)
         with Margins() as margins:
             outputs = answer(graph, source, spec, inputs)
+        _check_finite(graph, outputs)
         if margins.closest > best[0]:
             held = {IN + name: x for name, x in inputs.items()}
             best = (margins.closest, held | {OUT + name: x for name, x in outputs.items()})
         if margins.closest > CLOSE:
             break
     return _saved(best[1])
+
+
+def _check_finite(graph: StageGraph, outputs: Mapping[str, Tensor]) -> None:
+    odd = [name for name, x in outputs.items() if not bool(torch.isfinite(x).all())]
+    if odd:
+        raise NotFinite(
+            f"stage {graph.name} answers values that are not finite ({', '.join(odd[:5])}): the "
+            f"checkpoint holds NaN, or more than its dtype can. Download it again, or build with "
+            f"--dtype float32"
+        )
 
 
 def answer(

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engines import bundle
 from engines.bundle import Bundle
-from export import build, cli, source
+from export import build, cli, golden, source
 from export.checkpoint import open_checkpoint
+from export.checkpoint_config import LM_FILE
 from export.hollow import hollow_lm
 from export.journal import Journal
 from export.source import Source, from_checkpoint, from_modules
@@ -193,6 +195,18 @@ def test_a_disk_that_is_too_small_is_seen_before_the_first_weight(
         build._check_disk(journal, sizes)
     journal.files["a.bin"] = bundle.FileSpec("0" * 64, sizes["a.bin"])
     build._check_disk(journal, sizes)
+
+
+def test_a_checkpoint_with_a_weight_that_is_no_number_becomes_no_bundle(
+    folder: Path, tmp_path: Path
+) -> None:
+    def edit(held: dict[str, Tensor]) -> None:
+        held["transformer.layers.0.norm1.alpha"][0, 0, 3] = torch.nan
+
+    damaged = folders.changed(folder, tmp_path / "damaged", LM_FILE, edit)
+    with pytest.raises(golden.NotFinite, match=r"stage temporal answers .* holds NaN"):
+        build.build(from_checkpoint(open_checkpoint(damaged)), tmp_path / "b", largest_batch=1)
+    assert not (tmp_path / "b/bundle.json").exists()
 
 
 BAD = {

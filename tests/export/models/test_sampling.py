@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from export import tiny
 from export.models.sampling import Taste
+from export.models.streaming import fresh_state
+from export.models.tokens import OFFSET, TOKENS
+from export.stages import HIDDEN, NOISE, TEXT_LOGITS, all_regions, graphs_of
+from export.tiny import MICRO
 
 pytestmark = pytest.mark.torch
 
@@ -45,3 +50,33 @@ def test_fewer_candidates_than_noise_use_its_beginning() -> None:
     logits, noise = torch.randn(4, 9), gumbel(4, 20)
     one = taste([1.0] * 4, [9] * 4, 9)
     assert torch.equal(one.choose(logits, noise), one.choose(logits, noise[:, :9].clone()))
+
+
+@torch.no_grad()
+def test_noise_has_a_row_for_text_and_then_one_per_codebook() -> None:
+    """A call that is replayed, or primed elsewhere, must find each row where it was."""
+    mimi, lm = tiny.seeded(MICRO, 4)
+    graphs = graphs_of(MICRO, mimi, lm)
+    depth = next(graph for graph in graphs if graph.name == "depth")
+    state = fresh_state(all_regions(graphs, MICRO), 1)
+    draw = torch.Generator().manual_seed(2)
+    steps, after = 1 + MICRO.lm.depth_codebooks, 5
+    state[OFFSET].fill_(after)
+    given = state | {
+        HIDDEN: torch.randn(1, MICRO.lm.dimension, generator=draw),
+        TEXT_LOGITS: torch.randn(1, MICRO.lm.text_card, generator=draw),
+    }
+
+    def spoken(noise: Tensor) -> list[int]:
+        ring = depth.run(given | {NOISE: noise})[TOKENS]
+        found: list[int] = ring[0, :steps, after % MICRO.lm.token_rows].tolist()
+        return found
+
+    quiet = torch.zeros(1, steps, MICRO.sampling.candidates)
+    plain = spoken(quiet)
+    for row in range(steps):
+        loud = quiet.clone()
+        loud[0, row, 3] = 1e6  # the fourth best, whatever it is
+        found = spoken(loud)
+        assert found[:row] == plain[:row], row
+        assert found[row] != plain[row], row
