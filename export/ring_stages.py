@@ -29,6 +29,7 @@ from torch import Tensor
 
 from engines.bundle import Dtype, RegionSpec, RingSpec, StageSpec, TensorSpec
 from engines.ring_stage import INPUTS, OUTPUTS
+from export.mistake import Mistake
 from export.models import tokens
 from export.models.config import ROPE_MAX_PERIOD, ModelConfig
 from export.models.lm import LanguageModel
@@ -53,7 +54,7 @@ from export.stages import (
 KERNEL_DTYPES = ("float32", "bfloat16")
 
 
-class CannotCut(ValueError):
+class CannotCut(Mistake):
     """A model whose attention the built-in stage does not compute; the operator's to choose."""
 
 
