@@ -395,6 +395,7 @@ def run_init(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
+    from appliance import preflight
     from appliance.admission import session_bytes
     from engines import bundle as bundles
     from engines.bundle import BundleError
@@ -413,17 +414,16 @@ def run_check(args: argparse.Namespace) -> int:
             f"{manifest.largest_batch}. Lower slots, or build: duplexbox export build --help",
             EXIT_CONFIG,
         )
-    state = session_bytes(manifest)
-    limit = config.admission.memory_mb * 2**20
-    if limit and state * slots > limit:
-        return _fail(
-            args,
-            f"{args.config}: {slots} sessions own {state * slots} bytes at full retention, and "
-            f"[admission] memory_mb allows {limit}. Raise it, or lower [engine] slots",
-            EXIT_CONFIG,
-        )
+    for fault in preflight.faults(config):
+        return _fail(args, f"{args.config}: {fault}", EXIT_CONFIG)
+    state, limit = session_bytes(manifest), config.admission.memory_mb * 2**20
     print(f"{args.config}: ok")
     print(f"{bundle.path}: {manifest.model.name}, {slots} sessions, {state} bytes of state each")
+    if limit and state * slots > limit:  # the box starts, and refuses callers for memory
+        print(
+            f"{args.config}: [admission] memory_mb is room for {limit // state} of {slots} "
+            "sessions at full retention; the others will be refused"
+        )
     return 0
 
 
