@@ -53,8 +53,10 @@ types: $(DEV_STAMP)
 	@$(DEV)/bin/mypy
 
 tests: $(DEV_STAMP)
-	$(call say,tests: everything that needs neither a GPU nor minutes)
-	@$(PYTEST) -m 'not gpu and not soak' $(PYTEST_ARGS)
+	$(call say,tests of the models and engines: on both cores)
+	@$(PYTEST) -m 'not gpu and not soak' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
+	$(call say,tests of the appliance: many watch the clock, so they have the machine to themselves)
+	@$(PYTEST) -m 'not gpu and not soak' tests/appliance $(PYTEST_ARGS)
 
 soak: $(DEV_STAMP)
 	$(call say,soak: the long runs)
@@ -85,7 +87,7 @@ $(DEMO_STAMP): pyproject.toml | python-ok
 	@$(DEMO)/bin/python $(PIP) install --quiet --editable .
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml | python-ok
+$(DEV_STAMP): pyproject.toml Makefile | python-ok
 	$(call say,making $(DEV): the exporter and the tools of the tests)
 	@$(PYTHON) -m venv $(DEV)
 	$(call say,installing torch $(TORCH) for the CPU (about 200 MB))
