@@ -15,6 +15,7 @@ graphs (`export`). No torch, no onnx, no numpy.
 
 import hashlib
 import math
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -337,6 +338,8 @@ def read(path: Path, *, hashes: bool = True) -> Bundle:
     if not _is_folder(path):
         raise BundleError(f"{path} is not a folder, so not a bundle. {REBUILD}")
     try:
+        if not stat.S_ISREG(manifest_path.stat().st_mode):  # a pipe would be waited for
+            raise BundleError(f"{manifest_path} is not a file. {REBUILD}")
         raw = manifest_path.read_bytes()
     except OSError as err:
         raise BundleError(f"{manifest_path}: {err.strerror or err}. {REBUILD}") from None

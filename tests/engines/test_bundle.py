@@ -1,6 +1,7 @@
 """Reading a bundle: strict, and every refusal names the place."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,9 @@ def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="0 is no batch"):
         bundle.write(tmp_path, wrong)
     assert not (tmp_path / "bundle.json").exists()
+
+
+def test_a_manifest_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "bundle.json")
+    with pytest.raises(BundleError, match=r"bundle\.json is not a file"):
+        bundle.read(tmp_path)
