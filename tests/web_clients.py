@@ -6,6 +6,7 @@ a page; what it plays goes through `PageBuffer`, which drops and stutters as the
 """
 
 import asyncio
+import ssl
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,6 +111,7 @@ async def call(
     page: bool = False,
     block: int = 1920,
     sent_ms: list[float] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Heard:
     """One call: say all of ``speech`` in real time, then hang up and return what was heard.
 
@@ -118,7 +120,7 @@ async def call(
     """
     heard, live = Heard(), asyncio.Event()
     block = 480 if page else block
-    async with ClientSession() as session, session.ws_connect(url) as ws:
+    async with ClientSession() as session, session.ws_connect(url, ssl=tls or True) as ws:
         listener = asyncio.create_task(listen(ws, heard, live))
         if page:
             waiting = asyncio.create_task(live.wait())
