@@ -98,9 +98,7 @@ def read_config(folder: Path) -> PublishedConfig:
     if not os.path.lexists(path):
         return PublishedConfig()
     if not path.is_file():
-        raise CheckpointError(
-            f"{path} is no file, or a link to none. Fetch it again, or remove it."
-        )
+        raise CheckpointError(f"{path} is no file, or links to none. Fetch it again, or remove it.")
     try:
         raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         published = msgspec.convert(raw, PublishedConfig)

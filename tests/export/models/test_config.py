@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from export.models.config import MOSHI_7B, PERSONAPLEX_7B
+from export.models.config import MOSHI_7B, PERSONAPLEX_7B, ROPE_MAX_PERIOD
 from export.models.lm import LanguageModel
 from export.models.mimi import Mimi
 from export.stages import all_regions, graphs_of
+from tests.export.peer import loaders
 
 pytestmark = pytest.mark.torch
 
@@ -72,3 +73,16 @@ def test_personaplex_is_moshi_with_one_row_less_of_context() -> None:
     assert ours.context == theirs.context - 1 == 2999
     assert ours.streams == theirs.streams == 17
     assert PERSONAPLEX_7B.mimi == MOSHI_7B.mimi
+
+
+def test_numbers_that_leave_no_trace_in_shapes_are_the_packages() -> None:
+    theirs, lm = loaders._lm_kwargs, MOSHI_7B.lm
+    assert list(lm.delays) == theirs["delays"]
+    assert (lm.context, lm.heads, lm.depth_heads) == (
+        theirs["context"],
+        theirs["num_heads"],
+        theirs["depformer_num_heads"],
+    )
+    assert lm.text_padding_id == theirs["existing_text_padding_id"]
+    assert theirs["max_period"] == loaders._transformer_kwargs["max_period"] == ROPE_MAX_PERIOD
+    assert MOSHI_7B.mimi.context == loaders._transformer_kwargs["context"]
