@@ -50,6 +50,7 @@ class Personas:
 
     def prepare(self, voice: str, persona: str) -> Prompt | Refusal | None:
         """The prompt of such a call; None when it asks for neither and begins with nothing."""
+        persona = persona.strip()  # a blank one is none: nobody means to be told nothing
         if not voice and not persona:
             return None
         spec, model = self.spec, self._bundle.manifest.model.name

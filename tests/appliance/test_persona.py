@@ -96,6 +96,10 @@ def test_only_the_bundles_voices_can_be_named(bundle: Bundle, name: str) -> None
     assert f"{name!r} is not a voice of echo; it has alto" in says
 
 
+def test_a_blank_persona_is_none(bundle: Bundle) -> None:
+    assert Personas(bundle).prepare("", " \n ") is None
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(bundle: Bundle) -> None:
     pytest.importorskip("sentencepiece", reason="needs the persona extra")
     says = refusal(Personas(bundle).prepare("alto", "Be kind. " * 40))
