@@ -6,7 +6,9 @@ The box is real but for its executor, and lies in the process of the tests. Its 
 graphs, so the line is told what callers may choose instead of reading it.
 """
 
+import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -20,6 +22,7 @@ from appliance.clock import MonotonicClock
 from appliance.lines.boxes import Boxes
 from appliance.lines.transcript import read_pieces
 from appliance.lines.web_server import Options, WebServer
+from appliance.lines.websocket import NICENESS
 from appliance.lines.wire import Model
 
 
@@ -42,5 +45,13 @@ async def serve(options: Options) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    os.nice(-11)
-    asyncio.run(serve(Options(Path(sys.argv[1]), most_per_address=int(sys.argv[2]))))
+    with contextlib.suppress(OSError):  # as the real command does, if it may
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("socket", type=Path)
+    parser.add_argument("--token", default="")
+    parser.add_argument("--most-per-address", type=int, default=32)
+    args = parser.parse_args()
+    asyncio.run(
+        serve(Options(args.socket, token=args.token, most_per_address=args.most_per_address))
+    )
