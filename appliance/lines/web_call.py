@@ -466,6 +466,8 @@ class WebCall:
             assert self._playout is not None
             for receipt in self._playout.hang_up(now_ns):
                 self._owe(receipt)
+        elif self.state is State.JOINING and not self._asked:
+            self.state = State.OVER
         elif self.state is State.JOINING:
             # Nothing can be said before the box has answered: it does not know a session yet.
             self.state = State.LEAVING

@@ -261,7 +261,14 @@ def test_every_frame_has_one_fate_when_the_client_vanishes(sim: Sim) -> None:
     assert fates == dict.fromkeys(range(sim.made), 1)
 
 
-@pytest.mark.parametrize("before_ms", [0, 500])
+def test_a_client_that_vanishes_at_once_is_never_asked_for(sim: Sim) -> None:
+    sim.call.disconnect(0)
+    assert sim.call.is_over
+    sim.run(10)
+    assert sim.said == []
+
+
+@pytest.mark.parametrize("before_ms", [1, 500])
 def test_a_client_that_vanishes_before_the_answer_leaves_no_session(
     sim: Sim, before_ms: int
 ) -> None:
