@@ -12,10 +12,8 @@ import importlib.metadata
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +46,17 @@ from appliance.config import (
     EngineConfig,
     LedgerConfig,
 )
-from appliance.demonstration import DATA, ROOT
+from appliance.demonstration import DATA
+from appliance.line_process import LineProcess
 from appliance.lines.callers import Conditions
 from appliance.lines.synthetic import SyntheticReport
 from appliance.report import Summary
 from appliance.step_model import StepSamples
+from appliance.tick_loop import TickCounts
 from engines import bundle as bundles
 from engines.bundle import Bundle
 from engines.executor import Executor
 
-PROGRESS_S = 0.25
 PROBE_S = 20.0
 """How long all sessions are live in a trial of the search; the measurement itself is longer."""
 
@@ -225,14 +224,20 @@ def _hold(
         )
         box = Box(config, executor, MonotonicClock(), available_memory_bytes())
         box.switchboard.foresight.look_at_time = not search
-        callers = _Callers(box, config.control.socket, conditions, asked.speech, folder, progress)
+        left, log = folder / "callers.json", folder / "callers.log"
+        callers = LineProcess(
+            box,
+            _command(config.control.socket, conditions, asked.speech, left),
+            log,
+            lambda seconds, counts: progress(_progress_line(seconds, counts, conditions.callers)),
+        )
         callers.start()
         try:
             box.run()
         finally:
             callers.stop()
     progress("")
-    reports = callers.reports()
+    reports = _reports(left, log)
     calls, unreadable = _read(folder)
     own = {caller.session for caller in reports[:count] if caller.session}
     kept = [call for call in calls if call.header.session in own]
@@ -250,85 +255,34 @@ def _hold(
     )
 
 
-class _Callers:
-    """The thread that starts the callers' process, watches it, and then drains the box."""
+def _command(socket: Path, made: Conditions, speech: tuple[Path, ...], reports: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "duplexbox", "appliance", "callers", *map(str, speech)),
+        *("--socket", str(socket), "--out", str(reports)),
+        *("--count", str(made.callers), "--talk", str(made.talk_s)),
+        *("--stagger", str(made.stagger_s), "--extra", str(made.extra)),
+        *("--jitter-ms", str(made.jitter_ms), "--loss", str(made.loss)),
+        *("--skew-ppm", str(made.skew_ppm), "--seed", str(made.seed)),
+    ]
 
-    def __init__(
-        self,
-        box: Box,
-        socket: Path,
-        conditions: Conditions,
-        speech: tuple[Path, ...],
-        folder: Path,
-        show: Say,
-    ) -> None:
-        self._box = box
-        self._conditions = conditions
-        self._out = folder / "callers.json"
-        self._log = folder / "callers.log"
-        self._show = show
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="certify")
-        made = conditions
-        self._command = [
-            *(sys.executable, "-m", "duplexbox", "appliance", "callers", *map(str, speech)),
-            *("--socket", str(socket), "--out", str(self._out)),
-            *("--count", str(made.callers), "--talk", str(made.talk_s)),
-            *("--stagger", str(made.stagger_s), "--extra", str(made.extra)),
-            *("--jitter-ms", str(made.jitter_ms), "--loss", str(made.loss)),
-            *("--skew-ppm", str(made.skew_ppm), "--seed", str(made.seed)),
-        ]
 
-    def start(self) -> None:
-        self._thread.start()
+def _reports(path: Path, log: Path) -> list[SyntheticReport]:
+    """What the callers saw. Raises `CertifyFailed` when they left nothing."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[SyntheticReport])
+    except (OSError, msgspec.DecodeError):
+        said = log.read_text(errors="replace").splitlines() if log.exists() else []
+        last = said[-1] if said else "they said nothing"
+        raise CertifyFailed(f"the callers' process failed ({log}): {last}") from None
 
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
 
-    def reports(self) -> list[SyntheticReport]:
-        """What the callers saw. Raises `CertifyFailed` when they left nothing."""
-        try:
-            return msgspec.json.decode(self._out.read_bytes(), type=list[SyntheticReport])
-        except (OSError, msgspec.DecodeError):
-            said = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-            last = said[-1] if said else "they said nothing"
-            raise CertifyFailed(f"the callers' process failed ({self._log}): {last}") from None
-
-    def _run(self) -> None:
-        try:
-            while not self._box.switchboard.ready:
-                if self._stop.wait(0.05):
-                    return
-            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-            with self._log.open("wb") as log:
-                process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                )
-                try:
-                    self._watch(process)
-                finally:
-                    if process.poll() is None:
-                        process.terminate()
-                    process.wait()
-        finally:
-            self._box.drain()
-
-    def _watch(self, process: "subprocess.Popen[bytes]") -> None:
-        while process.poll() is None and not self._stop.wait(PROGRESS_S):
-            counts = self._box.loop.counts
-            seconds = (counts.tick + 1) * self._box.loop.grid.period_ns / NS_PER_S
-            self._show(
-                f"  {seconds:6.1f} s   sessions {counts.live} of {self._conditions.callers}   "
-                f"margin {counts.margin_ns / 1e6:5.1f} ms, worst "
-                f"{counts.worst_margin_ns / 1e6:5.1f} ms   late {counts.late}   "
-                f"missed {counts.missed}"
-            )
+def _progress_line(seconds: float, counts: TickCounts, callers: int) -> str:
+    return (
+        f"  {seconds:6.1f} s   sessions {counts.live} of {callers}   "
+        f"margin {counts.margin_ns / 1e6:5.1f} ms, worst "
+        f"{counts.worst_margin_ns / 1e6:5.1f} ms   late {counts.late}   "
+        f"missed {counts.missed}"
+    )
 
 
 def write(found: Certificate, out: Path) -> None:

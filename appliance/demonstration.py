@@ -8,11 +8,8 @@ and the summary is read back from the ledger's files like any other. It prints t
 (The folder `demo/` beside this file holds the audio and the bundle.)
 """
 
-import os
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +27,14 @@ from appliance.config import (
     EngineConfig,
     LedgerConfig,
 )
+from appliance.line_process import LineProcess
 from appliance.plot import margin_plot
+from appliance.tick_loop import TickCounts
 from engines.bundle import Bundle
 from engines.executor import Executor
 
 DATA = Path(__file__).parent / "demo"
 BUNDLE = DATA / "bundle"
-PROGRESS_S = 0.25
-ROOT = Path(__file__).parents[1]
 
 Say = Callable[[str], None]
 
@@ -90,7 +87,12 @@ def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: 
             admission=AdmissionConfig(),
         )
         box = Box(config, executor, MonotonicClock(), available_memory_bytes())
-        lines = _Lines(box, _command(config.control.socket, out, script), out, progress)
+        lines = LineProcess(
+            box,
+            _command(config.control.socket, out, script),
+            out / "calls.log",
+            lambda seconds, counts: progress(_progress_line(seconds, counts)),
+        )
         lines.start()
         try:
             box.run()
@@ -136,59 +138,12 @@ def _command(socket: Path, out: Path, script: Script) -> list[str]:
     ]
 
 
-class _Lines:
-    """The thread that starts the callers' process, watches it, and then drains the box."""
-
-    def __init__(self, box: Box, command: list[str], out: Path, progress: Say) -> None:
-        self.exit_code: int | None = None
-        self._box = box
-        self._command = command
-        self._log = out / "calls.log"
-        self._progress = progress
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="demo")
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._box.switchboard.ready:
-                if self._stop.wait(0.05):
-                    return
-            # The checkout, or wherever this package lies: the child must run the same duplexbox.
-            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-            with self._log.open("wb") as log:
-                process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                )
-                try:
-                    self._watch(process)
-                finally:
-                    if process.poll() is None:
-                        process.terminate()
-                    self.exit_code = process.wait()
-        finally:
-            self._box.drain()
-
-    def _watch(self, process: "subprocess.Popen[bytes]") -> None:
-        while process.poll() is None and not self._stop.wait(PROGRESS_S):
-            counts = self._box.loop.counts
-            seconds = (counts.tick + 1) * self._box.loop.grid.period_ns / 1e9
-            self._progress(
-                f"  {seconds:5.1f} s   sessions {counts.live}   margin "
-                f"{counts.margin_ns / 1e6:5.1f} ms, worst {counts.worst_margin_ns / 1e6:5.1f} ms   "
-                f"late {counts.late}   missed {counts.missed}"
-            )
+def _progress_line(seconds: float, counts: TickCounts) -> str:
+    return (
+        f"  {seconds:5.1f} s   sessions {counts.live}   margin "
+        f"{counts.margin_ns / 1e6:5.1f} ms, worst {counts.worst_margin_ns / 1e6:5.1f} ms   "
+        f"late {counts.late}   missed {counts.missed}"
+    )
 
 
 def _conclude(
