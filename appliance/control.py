@@ -110,7 +110,7 @@ class Admitted(_Message, frozen=True):
     generation: int
     """Stamped on every frame of the session, and to be stamped on every receipt."""
     channel: str
-    """Name of the shared memory, for `frame_ring.Channel.attach`."""
+    """Name of the shared memory, for `channel.Channel.attach`."""
     uplink: int
     """Frames the ring line -> box holds."""
     downlink: int

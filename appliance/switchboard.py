@@ -21,10 +21,11 @@ from pathlib import Path
 
 from appliance import control
 from appliance.admission import Reason, Refusal, admit
+from appliance.channel import Capacities, Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
 from appliance.config import AdmissionConfig, ClockConfig
 from appliance.foresight import Foresight
-from appliance.frame_ring import Capacities, Channel, ChannelError
+from appliance.frame_ring import ChannelError
 from appliance.leases import Lease, Leases
 from appliance.ledger import Header, Why
 from appliance.ledger_writer import LedgerWriter

@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from appliance import frame_ring
+from appliance.channel import Channel
 from appliance.clock import Clock, TickGrid
-from appliance.frame_ring import Channel, DownlinkHeader, UplinkHeader
+from appliance.frame_ring import DownlinkHeader, UplinkHeader
 from appliance.leases import Slots
 from appliance.ledger import Flag, Kind
 from appliance.ledger_writer import RecordRing

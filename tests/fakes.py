@@ -12,16 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import TickGrid
-from appliance.frame_ring import (
-    LAST,
-    Channel,
-    DownlinkHeader,
-    Outcome,
-    Receipt,
-    UplinkHeader,
-)
+from appliance.frame_ring import LAST, DownlinkHeader, Outcome, Receipt, UplinkHeader
 from appliance.ledger_writer import RecordRing
 from appliance.session import SessionId
 from appliance.tick_loop import Arrive, Seat, TickLoop, TickPolicy

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from appliance import control
 from appliance.admission import Reason
+from appliance.channel import Capacities, Channel
 from appliance.clock import NS_PER_MS, MonotonicClock, TickGrid
 from appliance.frame_ring import (
     CONCEALED,
@@ -26,8 +27,6 @@ from appliance.frame_ring import (
     GENERATED,
     LAST,
     WARMING,
-    Capacities,
-    Channel,
     DownlinkHeader,
     Outcome,
     Receipt,

@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from appliance import control
+from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
 from appliance.frame_ring import (
     CONCEALED,
     LAST,
     WARMING,
-    Channel,
     ChannelError,
     DownlinkHeader,
     Outcome,

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from appliance import control
+from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
-from appliance.frame_ring import LAST, Channel, ChannelError, Outcome, Receipt, UplinkHeader
+from appliance.frame_ring import LAST, ChannelError, Outcome, Receipt, UplinkHeader
 from appliance.lines.playout import Playout
 
 EARLIEST_NS = 20 * NS_PER_MS

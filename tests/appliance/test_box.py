@@ -20,6 +20,7 @@ import pytest
 from appliance import control, ledger, report
 from appliance.admission import Reason
 from appliance.box import Box, available_memory_bytes
+from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import MonotonicClock
 from appliance.config import (
@@ -32,7 +33,7 @@ from appliance.config import (
     LedgerConfig,
 )
 from appliance.control import ControlClient
-from appliance.frame_ring import LAST, Channel, Outcome, Receipt, UplinkHeader
+from appliance.frame_ring import LAST, Outcome, Receipt, UplinkHeader
 from appliance.listener import SocketTaken
 from tests.fakes import FakeExecutor, make_bundle
 

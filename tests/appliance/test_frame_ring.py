@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance import frame_ring
+from appliance.channel import CHANNEL_FIELDS, MAGIC_CHANNEL, Capacities, Channel
 from appliance.frame_ring import (
     FINAL,
     GENERATED,
     LAST,
-    Capacities,
-    Channel,
     ChannelError,
     DownlinkHeader,
     DownlinkRing,
@@ -192,7 +191,7 @@ def test_a_channel_says_what_is_wrong_with_a_segment(channel: Channel) -> None:
         path.write_bytes(b"x" * 4096)
         with pytest.raises(ChannelError, match="different versions"):
             Channel.attach(path.name)
-        lie = frame_ring.CHANNEL_FIELDS.pack(frame_ring.MAGIC_CHANNEL, 1920, 16, 64, 256)
+        lie = CHANNEL_FIELDS.pack(MAGIC_CHANNEL, 1920, 16, 64, 256)
         path.write_bytes(lie + bytes(4096))
         with pytest.raises(ChannelError, match="header asks for"):
             Channel.attach(path.name)
@@ -203,7 +202,8 @@ def test_a_channel_says_what_is_wrong_with_a_segment(channel: Channel) -> None:
 WRITER = """
 import sys, zlib
 import numpy as np
-from appliance.frame_ring import Channel, UplinkHeader
+from appliance.channel import Channel
+from appliance.frame_ring import UplinkHeader
 channel = Channel.attach(sys.argv[1])
 random = np.random.default_rng(1)
 pcm = np.empty(channel.samples, np.float32)
@@ -243,7 +243,7 @@ def test_two_processes_lose_and_tear_nothing() -> None:
 BOX = """
 import sys
 import zlib
-from appliance.frame_ring import Channel
+from appliance.channel import Channel
 channel = Channel.create(sys.argv[1], 1920)
 print("ready", flush=True)
 sys.stdin.read()

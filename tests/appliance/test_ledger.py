@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance import ledger, report
-from appliance.frame_ring import Channel, Outcome, Receipt
+from appliance.channel import Channel
+from appliance.frame_ring import Outcome, Receipt
 from appliance.ledger import (
     RECORD_BYTES,
     TICK,

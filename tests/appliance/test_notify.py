@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from appliance import control
+from appliance.channel import Channel
 from appliance.clock import NS_PER_S
 from appliance.config import EXIT_CONFIG
 from appliance.control import ControlClient
-from appliance.frame_ring import Channel, UplinkHeader
+from appliance.frame_ring import UplinkHeader
 from appliance.notify import Notify
 from tests.appliance.test_box import DEADLINE_S, SERVE
 

@@ -16,6 +16,7 @@ import pytest
 from appliance import control, ledger
 from appliance.admission import Reason
 from appliance.box import Box
+from appliance.channel import Channel
 from appliance.clock import MonotonicClock
 from appliance.config import (
     AdmissionConfig,
@@ -27,7 +28,7 @@ from appliance.config import (
     PersonaConfig,
 )
 from appliance.control import ControlClient
-from appliance.frame_ring import LAST, Channel, UplinkHeader
+from appliance.frame_ring import LAST, UplinkHeader
 from engines import tensor_file
 from engines.bundle import Bundle
 from engines.tensor_file import Tensor

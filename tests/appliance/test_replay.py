@@ -15,9 +15,10 @@ import soundfile
 
 from appliance import cli, demonstration, journal, ledger
 from appliance import replay as replays
+from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import NS_PER_S, TickGrid
-from appliance.frame_ring import LAST, Channel, Outcome, Receipt, UplinkHeader
+from appliance.frame_ring import LAST, Outcome, Receipt, UplinkHeader
 from appliance.journal import Head, JournalWriter
 from appliance.ledger import Header, Why
 from appliance.ledger_writer import LedgerWriter, RecordRing

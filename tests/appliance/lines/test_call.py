@@ -13,17 +13,9 @@ from numpy.typing import NDArray
 
 from appliance import control
 from appliance.admission import Reason
+from appliance.channel import Capacities, Channel
 from appliance.clock import NS_PER_MS
-from appliance.frame_ring import (
-    FINAL,
-    GENERATED,
-    LAST,
-    Capacities,
-    Channel,
-    DownlinkHeader,
-    Outcome,
-    UplinkHeader,
-)
+from appliance.frame_ring import FINAL, GENERATED, LAST, DownlinkHeader, Outcome, UplinkHeader
 from appliance.lines.call import ANSWER_NS, LEAD_NS, SETTLE_NS, Call, CallPlan
 from appliance.lines.wav import WavError, WavReader
 

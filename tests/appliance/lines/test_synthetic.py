@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from appliance import control
 from appliance.admission import Reason
+from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import NS_PER_S
-from appliance.frame_ring import FINAL, GENERATED, LAST, Channel, DownlinkHeader, UplinkHeader
+from appliance.frame_ring import FINAL, GENERATED, LAST, DownlinkHeader, UplinkHeader
 from appliance.lines.synthetic import EARLIEST_NS, Network, State, SyntheticCall, SyntheticPlan
 
 PERIOD_NS = 80 * MS
