@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engines import bundle
+from engines import bundle_faults
 from engines.bundle import Bundle, Manifest
 from export import show
 
@@ -82,13 +82,13 @@ RING, RING_SHAPE = 4, [1, 1, 48, 32]
 def test_one_wrong_thing_is_named(persona_bundle: Bundle, change: Edit, says: str) -> None:
     tree = msgspec.json.decode(msgspec.json.encode(persona_bundle.manifest))
     change(tree["prompt"])
-    found = "\n".join(bundle.faults(msgspec.convert(tree, Manifest)))
+    found = "\n".join(bundle_faults.faults(msgspec.convert(tree, Manifest)))
     assert "`$.prompt" in found
     assert re.search(says, found), found
 
 
 def test_a_whole_one_has_no_fault(persona_bundle: Bundle) -> None:
-    assert list(bundle.faults(persona_bundle.manifest)) == []
+    assert list(bundle_faults.faults(persona_bundle.manifest)) == []
     assert persona_bundle.manifest.prompt is not None
     assert persona_bundle.manifest.prompt.prefill.inputs[RING].shape == tuple(RING_SHAPE)
 

@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.bundle import Bundle, Manifest, faults
+from engines.bundle import Bundle, Manifest
+from engines.bundle_faults import faults
 from engines.ort_executor import OrtExecutor
 from export import build, verify
 from export.ring_stages import CannotCut
