@@ -44,6 +44,8 @@ def faults(manifest: Manifest) -> Iterator[str]:
             yield f"`$.golden[{index}].ages`: {list(golden.ages)} are no ages"
     if manifest.golden_call and manifest.golden_call not in manifest.files:
         yield f"`$.golden_call`: {manifest.golden_call} is not among `$.files`"
+    if manifest.cache_report and manifest.cache_report not in manifest.files:
+        yield f"`$.cache_report`: {manifest.cache_report} is not among `$.files`"
     for index, silent in enumerate(manifest.text.silent_ids):
         if not 0 <= silent <= LARGEST_TEXT_ID:
             yield f"`$.text.silent_ids[{index}]`: {silent} is no text id"

@@ -28,7 +28,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from engines import cuda
+from engines import cuda, ring_stage
 from engines.arena import Arena
 from engines.bundle import Bundle, BundleError, Dtype, StageSpec
 from engines.clocks import ClockKind
@@ -144,7 +144,13 @@ class CudaExecutor:
         major, minor = self.device.compute_capability
         self._kernels = TickKernels(f"sm_{major}{minor}", options.kernels)
         self._closing.callback(self._kernels.close)
-        self._rings = RingLauncher(manifest.stages, slots, self.device, options.kernels)
+        self._rings = RingLauncher(
+            manifest.stages,
+            slots,
+            self.device,
+            options.kernels,
+            lambda stage: ring_stage.read_scales(self.bundle, stage),
+        )
         self._closing.callback(self._rings.close)
         self._tables()
         self._ports()

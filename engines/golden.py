@@ -1,10 +1,11 @@
 """The state golden data starts from: sessions of any age, without storing their rings.
 
 A full-size session holds gigabytes of keys and values, so golden data does not carry them. Every
-float region of a golden session is drawn from (seed, region, session) alone, by a generator whose
-bits are fixed for ever (Philox, raw words), on a grid of 1/64 that bfloat16 and float16 represent
-exactly. Rows a session of that age has not reached hold the region's fill. Counters, tokens and
-settings are small and are stored.
+float region and 8-bit ring of a golden session is drawn from (seed, region, session) alone, by a
+generator whose bits are fixed for ever (Philox, raw words): floats on a grid of 1/64 that bfloat16
+and float16 represent exactly, 8-bit rings from all codes they are ever written with. Rows a session
+of that age has not reached hold the region's fill. Counters, tokens and settings are small and are
+stored.
 
 Pure. Not here: what stages must answer (`export.golden` records it, `export.verify` compares).
 """
@@ -12,6 +13,7 @@ Pure. Not here: what stages must answer (`export.golden` records it, `export.ver
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +25,26 @@ STEP = np.float32(1 / 64)
 """Between two values; they run from -2 up to 2, about the spread of normalised activations."""
 
 
+CODES: dict[str, type[np.generic]] = {"int8": np.int8, "float8e4m3": np.uint8}
+"""Storage of 8-bit rings."""
+
+
 def is_drawn(region: RegionSpec) -> bool:
     """Whether golden sessions draw this region rather than store it."""
     floats = region.dtype in ("float32", "float16", "bfloat16")
-    return floats and region.clock.kind is not ClockKind.CONSTANT
+    return (floats or is_coded(region)) and region.clock.kind is not ClockKind.CONSTANT
 
 
-def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[np.float32]:
+def is_coded(region: RegionSpec) -> bool:
+    """Whether it is a ring of 8-bit codes; float8 as bit patterns, in uint8."""
+    return region.dtype in CODES and region.clock.kind is ClockKind.RING
+
+
+def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[Any]:
     """A region of sessions that have lived ``ages`` ticks, (len(ages), *region.shape)."""
     assert is_drawn(region), region
-    out = np.full((len(ages), *region.shape), region.fill, np.float32)
+    kind = CODES.get(region.dtype, np.float32)
+    out = np.full((len(ages), *region.shape), region.fill, kind)
     for row, age in enumerate(ages):
         if not age:
             continue
@@ -43,8 +55,19 @@ def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[np.float
         reached = [slice(None)] * len(region.shape)
         if region.clock.kind is ClockKind.RING:
             reached[region.clock.axis] = slice(0, region.clock.valid_rows(age))
-        np.multiply(levels[tuple(reached)], STEP, out=out[row][tuple(reached)])
+        if is_coded(region):
+            out[row][tuple(reached)] = _codes(levels[tuple(reached)], kind)
+        else:
+            np.multiply(levels[tuple(reached)], STEP, out=out[row][tuple(reached)])
     return out
+
+
+def _codes(levels: NDArray[np.int8], kind: type[np.generic]) -> NDArray[Any]:
+    """Without -128, which no value is rounded to, and without the two NaNs of e4m3."""
+    if kind is np.int8:
+        return np.maximum(levels, -127)
+    bits = levels.view(np.uint8)
+    return np.where((bits & 0x7F) == 0x7F, bits ^ 1, bits)
 
 
 def written_rows(region: RegionSpec, age: int, ticks: int = 1) -> list[int]:

@@ -36,10 +36,11 @@ STORAGE: dict[Dtype, tuple[type[np.generic], int, str]] = {
     "bool": (np.bool_, 9, "tensor(bool)"),
     "float16": (np.float16, 10, "tensor(float16)"),
     "bfloat16": (np.uint16, 16, "tensor(bfloat16)"),
-    "float8e4m3": (np.uint8, 17, "tensor(float8e4m3fn)"),
+    "float8e4m3": (np.uint8, 2, "tensor(uint8)"),
 }
 """dtype -> numpy storage, ONNX TensorProto.DataType, ONNX Runtime's name for it. numpy has no
-bfloat16 or float8: their bits travel in unsigned integers."""
+bfloat16 or float8: their bits travel in unsigned integers. In graphs too float8 is uint8: no
+TensorScatter of ONNX Runtime 1.32 takes float8 on a CPU."""
 
 Run = Callable[[], None]
 
@@ -71,6 +72,11 @@ class OrtExecutor:
         self._regions = {region.name: region for region in manifest.regions}
         self._arrays = _allocate(manifest.regions, self._program.steps[0], slots)
         self._sessions = load_stages(bundle)
+        self._scales = {
+            stage.name: ring_stage.scale_inputs(bundle, stage)
+            for stage in manifest.stages
+            if stage.ring is not None
+        }
         self._runs = [
             [self._bind(phase, batch) for batch in range(slots + 1)] for phase in range(PHASES)
         ]
@@ -167,11 +173,14 @@ class OrtExecutor:
         session = self._sessions[step.stage.name]
         graph = ring_stage.as_twin(step.stage) if step.stage.ring else step.stage
         binding = session.io_binding()
+        for name, scale in self._scales.get(step.stage.name, {}).items():
+            element = STORAGE["float32"][1]
+            binding.bind_input(name, "cpu", 0, element, scale.shape, scale.ctypes.data)
         for bind, tensors, side in (
             (binding.bind_input, graph.inputs, step.inputs),
             (binding.bind_output, graph.outputs, step.outputs),
         ):
-            for tensor, bound in zip(tensors, side, strict=True):
+            for tensor, bound in zip(tensors, side, strict=False):  # scales come after
                 array = self._arrays[bound.buffer]
                 element = STORAGE[tensor.dtype][1]
                 shape = (batch, *array.shape[1:])

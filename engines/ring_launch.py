@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engines import cuda
+from engines import cuda, ring_stage
 from engines.bundle import NEXT, BundleError, Dtype, StageSpec
 from engines.cuda import Device, DevicePtr, Stream
 from engines.kernels import nvrtc
@@ -31,8 +31,16 @@ from engines.kernels.ring_attention import (
 )
 from engines.program import Buffer, Step
 
-CACHES: dict[Dtype, CacheType] = {"float32": CacheType.FLOAT32, "bfloat16": CacheType.BFLOAT16}
-"""By dtype of the rings. 8-bit rings need scales, which no bundle carries yet."""
+CACHES: dict[tuple[Dtype, Dtype], CacheType] = {
+    ("float32", "float32"): CacheType.FLOAT32,
+    ("bfloat16", "bfloat16"): CacheType.BFLOAT16,
+    ("bfloat16", "float8e4m3"): CacheType.E4M3,
+    ("bfloat16", "int8"): CacheType.INT8,
+}
+"""By dtype of the rows and of the rings."""
+
+Scales = Callable[[StageSpec], NDArray[np.float32] | None]
+"""(2, KV heads) float32 of a stage's 8-bit rings: `ring_stage.read_scales` of a bundle."""
 
 Address = Callable[[Buffer], DevicePtr]
 """Where slot 0 of a buffer lies."""
@@ -42,13 +50,14 @@ def shape_of(stage: StageSpec) -> RingShape:
     """The kernel's shape. Raises `BundleError` when there is no kernel for this stage."""
     ring = stage.ring
     assert ring is not None, stage.name
-    dtypes = {tensor.dtype for tensor in (stage.inputs[0], *stage.inputs[2:], stage.outputs[0])}
-    cache = CACHES.get(stage.inputs[2].dtype)
+    rows, rings = stage.inputs[0].dtype, ring_stage.cache_of(stage)
+    cache = CACHES.get((rows, rings))
     remedy = "Build the bundle for it again: duplexbox export build --attention standard"
-    if cache is None or len(dtypes) > 1:
+    if cache is None:
+        known = ", ".join(f"{ours} with rings of {kept}" for ours, kept in CACHES)
         raise BundleError(
-            f"stage {stage.name}: rings and rows of {', '.join(sorted(dtypes))}; the kernel takes "
-            f"one of {', '.join(sorted(CACHES))} for all. {remedy}"
+            f"stage {stage.name}: rows of {rows} with rings of {rings}; the kernel takes {known}. "
+            f"Build the bundle for it again: duplexbox export build --dtype bfloat16"
         )
     try:
         return RingShape(
@@ -81,22 +90,30 @@ class RingLauncher:
     """Kernels, scratch and tables of all ring stages of a bundle. One thread uses it."""
 
     def __init__(
-        self, stages: Iterable[StageSpec], slots: int, device: Device, folder: Path
+        self,
+        stages: Iterable[StageSpec],
+        slots: int,
+        device: Device,
+        folder: Path,
+        scales: Scales = lambda stage: None,
     ) -> None:
         """Load what ``stages`` need for batches up to ``slots``; others are passed over.
 
+        scales: asked once for every stage with 8-bit rings.
         Raises `BundleError` when a stage has no kernel, `nvrtc.NoCompiler`.
         """
         self._held: list[DevicePtr] = []
         self._kernels: dict[RingShape, RingKernels] = {}
         self._scratch: dict[RingShape, tuple[DevicePtr, DevicePtr]] = {}
         self._frequency: dict[tuple[int, float], DevicePtr] = {}
+        self._scales: dict[str, DevicePtr] = {}
         self.scratch_bytes = 0
         self._slots = DevicePtr(0)
         try:
             for stage in stages:
                 if stage.ring is not None:
                     self._load(stage, slots, device, folder)
+                    self._load_scales(stage, scales(stage))
             if self._kernels:
                 self._slots = self._table(np.arange(slots, dtype=np.int32).tobytes())
         except BaseException:
@@ -121,6 +138,7 @@ class RingLauncher:
         width = queries + 2 * keys
         partials, arrivals = self._scratch[shape]
         has_rope = ring.max_period > 0
+        k_scale = int(self._scales.get(step.stage.name, 0))
         return ring_params(
             shape,
             batch,
@@ -133,6 +151,8 @@ class RingLauncher:
             out=int(attended),
             k_cache=int(k),
             v_cache=int(v),
+            k_scale=k_scale,
+            v_scale=k_scale + self._v_scale_bytes(ring.kv_heads) if k_scale else 0,
             positions=int(position),
             slots=int(self._slots),
             rope_frequency=int(self._frequency[ring.head_dim, ring.max_period]) if has_rope else 0,
@@ -162,6 +182,20 @@ class RingLauncher:
         arrivals = self._allocate(shape.arrivals_bytes(slots))
         cuda.fill_bytes(arrivals, 0, shape.arrivals_bytes(slots))
         self._scratch[shape] = (partials, arrivals)
+
+    def _load_scales(self, stage: StageSpec, scales: NDArray[np.float32] | None) -> None:
+        assert (scales is not None) == shape_of(stage).cache.is_scaled, stage.name
+        if scales is None:
+            return
+        assert stage.ring is not None, stage.name
+        rows = np.zeros((2, self._v_scale_bytes(stage.ring.kv_heads) // 4), np.float32)
+        rows[:, : scales.shape[1]] = scales
+        self._scales[stage.name] = self._table(rows.tobytes())
+
+    @staticmethod
+    def _v_scale_bytes(kv_heads: int) -> int:
+        """How far the scales of the values lie behind those of the keys: pointers are aligned."""
+        return -(-kv_heads * 4 // 16) * 16
 
     def _table(self, raw: bytes) -> DevicePtr:
         table = self._allocate(len(raw))
