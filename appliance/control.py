@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.admission import Reason
+from appliance.box_view import BoxView
 from engines.bundle import Bundle
 
 PROTOCOL = 1
@@ -77,6 +78,8 @@ class Status(_Message, frozen=True):
     """How is the box? Answered by `Report`."""
 
     request: int
+    detail: bool = False
+    """Also how each session is: `Report.view`."""
 
 
 class Welcome(_Message, frozen=True):
@@ -189,6 +192,8 @@ class Report(_Message, frozen=True):
     """Ledger records given up because the disk refused them for too long."""
     personas: PersonaReport | None = None
     """None: this box feeds no prompts."""
+    view: BoxView | None = None
+    """Each session, if that was asked for."""
 
 
 ToBox = Join | Leave | Status

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from appliance.box_view import Watch
 from appliance.call_table import NAME, CallRow, CallTable, Totals
 from appliance.clock import NS_PER_S, Clock, wall_stamp
 from appliance.frame_ring import Outcome, Receipt, ReceiptRing
@@ -162,6 +163,8 @@ class LedgerWriter:
         self.write_errors = 0
         self.records_dropped = 0
         """Records given up because their disk refused them for too long."""
+        self.watch = Watch()
+        """How each open call has fared in its last ticks."""
         self.failure: BaseException | None = None
         """What ended the thread before its time; control looks, and ends the box."""
         self._folder = folder
@@ -220,6 +223,9 @@ class LedgerWriter:
         fetched = [(call, _drain(call.receipts)) for call in self._calls.values()]
         closing = self._obey()
         records = self._ring.take()
+        if self._calls:
+            period_ns = next(iter(self._calls.values())).header.period_ns
+            self.watch.add(records, period_ns)
         for session in np.unique(records["session"]).tolist():
             if session not in self._calls:
                 closing += self._obey()  # it was admitted between the two lines above
@@ -252,6 +258,7 @@ class LedgerWriter:
         call = _CallFile(command.header, command.receipts, self._ring.lost)
         call.pending += encode_header(command.header)
         self._calls[command.header.session] = call
+        self.watch.begin(command.header.session, command.header.line)
         self._rows.append(call.totals.row(command.header, "", 0, 0, 0))
 
     def _close_on(self, command: Settle | Finish) -> None:
@@ -349,6 +356,7 @@ class LedgerWriter:
         lost = int(end["records_lost"][0])
         self._rows.append(call.totals.row(header, why.name.lower(), due, lost, call.offset))
         del self._calls[header.session]
+        self.watch.end(header.session)
         self.closed.append(header.session)
 
     def _flush(self, call: _CallFile) -> None:

@@ -251,7 +251,7 @@ class Switchboard:
             case control.Leave():
                 self._leave(connection, message)
             case control.Status():
-                self._send(connection, self._report(message.request))
+                self._send(connection, self._report(message.request, message.detail))
 
     def _leave(self, connection: _Connection, leave: control.Leave) -> None:
         if leave.session not in connection.sessions:  # nobody ends another line's call
@@ -455,7 +455,7 @@ class Switchboard:
                 self._loop.counts.margin_ns // 1000,
             )
 
-    def _report(self, request: int) -> control.Report:
+    def _report(self, request: int, detail: bool) -> control.Report:
         counts = self._loop.counts
         room = self.foresight.headroom(self._leases.held, self.ready, self.draining)
         return control.Report(
@@ -479,6 +479,7 @@ class Switchboard:
             disk_errors=self._ledger.write_errors,
             records_dropped=self._ledger.records_dropped,
             personas=self._reception.report(),
+            view=self._ledger.watch.view(self._bundle.manifest.session_bytes) if detail else None,
         )
 
     def _report_lateness(self, now_ns: int) -> None:
