@@ -147,9 +147,29 @@ class Function:
         self._handle = handle
         self.name = name
 
-    def launch(self, shape: LaunchShape, params: ctypes.Structure, stream: Stream) -> None:
-        """Enqueue one launch. ``params`` is the kernel's single argument, copied by this call."""
+    def launch(
+        self,
+        shape: LaunchShape,
+        params: ctypes.Structure,
+        stream: Stream,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """Enqueue one launch. ``params`` is the kernel's single argument, copied by this call.
+
+        overlaps: the kernel may start before the launch in front of it has ended, and itself waits
+        for that before it reads what others wrote (sm_90 and later; others wait as always).
+        """
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        if overlaps:
+            call(
+                "cuLaunchKernelEx",
+                _overlapping(shape, stream),
+                self._handle,
+                ctypes.addressof(argument),
+                0,
+            )
+            return
         call(
             "cuLaunchKernel",
             self._handle,
@@ -166,10 +186,32 @@ class Function:
         which = getattr(_driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         return int(call("cuFuncGetAttribute", which, self._handle))
 
+    def allow_shared(self, nbytes: int) -> None:
+        """Let launches ask for up to ``nbytes`` of shared memory; 48 KiB need no asking."""
+        attributes = _driver.CUfunction_attribute
+        which = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call("cuFuncSetAttribute", self._handle, which, nbytes)
+
     def resident_blocks(self, threads: int) -> int:
         """Blocks of ``threads`` threads that one multiprocessor holds at a time."""
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         return int(call(name, self._handle, threads, 0))
+
+
+def _overlapping(shape: LaunchShape, stream: Stream) -> Any:
+    """The configuration of a launch with programmatic stream serialization."""
+    config = _driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.block
+    config.sharedMemBytes = shape.shared_bytes
+    config.hStream = stream.handle
+    attribute = _driver.CUlaunchAttribute()
+    ids = _driver.CUlaunchAttributeID
+    attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs = [attribute]
+    config.numAttrs = 1
+    return config
 
 
 class Module:
@@ -258,6 +300,11 @@ def write_device(pointer: DevicePtr, source: bytes | bytearray) -> None:
     """Copy host bytes to the device and wait for it."""
     raw = (ctypes.c_char * len(source)).from_buffer_copy(source)
     call("cuMemcpyHtoD", pointer, ctypes.addressof(raw), len(source))
+
+
+def write_device_from(pointer: DevicePtr, address: int, nbytes: int) -> None:
+    """Copy host bytes at ``address`` to the device and wait for it."""
+    call("cuMemcpyHtoD", pointer, address, nbytes)
 
 
 def read_device(pointer: DevicePtr, nbytes: int) -> bytearray:

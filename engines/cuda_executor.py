@@ -37,6 +37,7 @@ from engines.cuda_memory import HostArray, OutOfPages, Range, page_bytes, write_
 from engines.executor import check_setting
 from engines.gpu import NotReady, check_fits, hold_gpu
 from engines.gpu import open_gpu as open_gpu  # also for `tensorrt_executor`
+from engines.kernel_stages import KernelStages, plan_kernels
 from engines.kernels.tick import NoiseCall, Row, TickKernels, fill_bytes, table_bytes
 from engines.layout import plan_layout
 from engines.ort_executor import STORAGE, StageFailed, check_ports
@@ -86,6 +87,8 @@ class CudaOptions:
     """Further options of the CUDA provider."""
     kernels: Path = KERNELS
     """Where compiled kernels are kept."""
+    kernel_stages: bool = True
+    """False: stages that name a kernel of ours run as their graphs all the same."""
 
 
 class CudaExecutor:
@@ -129,7 +132,8 @@ class CudaExecutor:
         self._weights_bytes = sum(
             spec.bytes for name, spec in manifest.files.items() if "weights/" in name
         )
-        check_fits(self.device, self.layout, self._weights_bytes)
+        plan = plan_kernels(manifest.stages if self._takes_kernels() else (), slots)
+        check_fits(self.device, self.layout, self._weights_bytes + plan.scratch_bytes)
         self.stream = cuda.Stream()
         self._closing.callback(self.stream.close)
         self._whole = cuda.allocate(self.layout.whole_bytes)
@@ -152,6 +156,9 @@ class CudaExecutor:
             lambda stage: ring_stage.read_scales(self.bundle, stage),
         )
         self._closing.callback(self._rings.close)
+        self._kernel_stages = KernelStages(self.bundle, plan, self.device, options.kernels)
+        self._closing.callback(self._kernel_stages.close)
+        self._by_kernels = {stage.name for stage in plan.stages}
         self._tables()
         self._ports()
         self._open_stages()
@@ -384,9 +391,13 @@ class CudaExecutor:
         """The GPU, checked for what runs the stages; `tensorrt_executor` asks for less."""
         return open_device(self.options.ordinal)
 
+    def _takes_kernels(self) -> bool:
+        """Whether kernels of ours stand in for graphs; `tensorrt_executor` has plans of them."""
+        return self.options.kernel_stages
+
     def _open_stages(self) -> None:
-        """Load every graph; `tensorrt_executor` loads plans instead."""
-        stages = self.bundle.manifest.stages
+        """Load every graph that no kernel stands in for; `tensorrt_executor` loads plans."""
+        stages = [s for s in self.bundle.manifest.stages if s.name not in self._by_kernels]
         self._sessions = {stage.name: self._load(stage) for stage in stages if stage.graph}
         self._closing.callback(self._sessions.clear)
 
@@ -465,6 +476,8 @@ class CudaExecutor:
             rows, candidates = noise.tensor.row_shape
             call = NoiseCall(seed, frame, self._address(noise.buffer), batch, rows, candidates)
             return lambda: self._kernels.noise(call, self.stream)
+        if step.stage.name in self._by_kernels:
+            return self._kernel_stages.bind(step, batch, self._address, self.stream)
         return self._bind_graph(step, batch)
 
     def _bind_graph(self, step: Step, batch: int) -> Callable[[], None]:

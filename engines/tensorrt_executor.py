@@ -24,6 +24,9 @@ class TensorrtExecutor(CudaExecutor):
     def _open_device(self) -> cuda.Device:
         return gpu.open_gpu(self.options.ordinal)
 
+    def _takes_kernels(self) -> bool:
+        return False
+
     def _open_stages(self) -> None:
         """Raises `plans.PlansError` when there are no plans for this GPU, or `PlanFailed`."""
         major, minor = self.device.compute_capability
