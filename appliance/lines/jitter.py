@@ -17,6 +17,7 @@ a short fade, and only after that much has waited for a whole second. So a page 
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,17 +50,31 @@ FADE_SAMPLES = 120
 """Length of the fade over a cut: 5 ms at 24 kHz, as long as no click takes."""
 
 
+def proportional(surplus_ns: int) -> float:
+    """Too much to spare: make fewer samples, so that what is held shrinks."""
+    return float(np.clip(-surplus_ns / NS_PER_MS * PPM_PER_MS, -MOST_PPM, MOST_PPM))
+
+
 class Intake:
     """One caller's samples, in at any time and any amount, out one frame per tick."""
 
     def __init__(
-        self, samples: int, rate_hz: int, period_ns: int, spare_ns: int = SPARE_NS
+        self,
+        samples: int,
+        rate_hz: int,
+        period_ns: int,
+        spare_ns: int = SPARE_NS,
+        steer: Callable[[int], float] | None = None,
     ) -> None:
-        """samples: of a frame. Nothing is taken before the first audio has come."""
+        """samples: of a frame. Nothing is taken before the first audio has come.
+
+        steer: how many ppm for a spare that is too large by so many ns; None: `proportional`.
+        """
         self.samples = samples
         self.rate_hz = rate_hz
         self.period_ns = period_ns
         self.spare_ns = spare_ns
+        self._ppm_for = steer or proportional
         self.started = False
         """A frame has been taken: from now on a missing one is missed."""
         self.short = 0
@@ -149,9 +164,7 @@ class Intake:
             self._least = None
         if not self._spares:
             return
-        error_ms = (min(self._spares) - self.spare_ns) / NS_PER_MS
-        # Too much to spare: make fewer samples, so that what is held shrinks.
-        self.ppm = float(np.clip(-error_ms * PPM_PER_MS, -MOST_PPM, MOST_PPM))
+        self.ppm = self._ppm_for(min(self._spares) - self.spare_ns)
 
     def _cut(self) -> None:
         """Take out what a stall left behind, once it is clear that it stays."""
