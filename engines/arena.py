@@ -9,9 +9,12 @@ memory, which is why the executor refuses more slots than fit at full retention.
     begin(slot)   first pages at once, unless the slot was prepared
     before_tick   map what this tick needs and nobody has mapped yet (counted as late)
     after_launch  sessions grow older; map and unmap at most `pace` pages
-    end           by running a smaller batch: slots beyond it are hung up
+    end           by running a smaller batch: slots beyond it are hung up, parked ones excepted
+    park, seat    a slot beyond the batch is filled with a prompt; then it is a session's
 
-The slot after the last live one is kept prepared, so that a joiner need not wait for memory.
+The slot after the last live one is kept prepared, so that a joiner need not wait for memory. Where
+the layout has places, a slot's rows lie in the place that `places` names: moving a session is an
+exchange of two entries, and whoever comes next gets the leaver's place with the pages it has.
 Not here: where rings lie (`layout`), the driver (`cuda_memory`), all other state (executor).
 """
 
@@ -23,8 +26,8 @@ from typing import Protocol
 from engines.cuda_memory import OutOfPages
 from engines.layout import NEVER, ArenaLayout, Family
 
-AHEAD_TICKS = 64
-"""A quarter of a page of 8 KiB rows: 5 s of notice, for a quarter of a page of memory more."""
+AHEAD_TICKS = 32
+"""Half a piece of 64 rows: 2.5 s of notice, and as much memory a session that is not used yet."""
 
 
 class Memory(Protocol):
@@ -69,19 +72,23 @@ class Arena:
         self.ahead_ticks = ahead_ticks
         self.on_demand = on_demand
         self.poison = poison
-        lasts = [max(1, min(ahead_ticks, family.page_ticks)) for family in layout.families]
+        lasts = [max(1, min(ahead_ticks, family.growth_ticks)) for family in layout.families]
         self._first_ticks = min(lasts, default=1)
         per_tick = zip(layout.families, lasts, strict=True)
-        self.pace = math.ceil(sum(len(f.names) * layout.slots / last for f, last in per_tick))
+        self.pace = math.ceil(sum(f.growth_pages * layout.slots / last for f, last in per_tick))
         """Pages mapped, and pages unmapped, per tick: enough if all slots need one at once."""
         self.is_short = False
         """The device had no memory for a page that will be needed: admit nobody."""
         self.tick = 0
+        self.places = list(range(layout.slots))
+        """By slot: where its rows lie; slot i in place i for ever unless the layout has places."""
         self._ages: list[int | None] = [None] * layout.slots
+        self._parked: set[int] = set()
         self._grows_at = [NEVER] * layout.slots
         self._live = 0
         none = range(0)
         self._held = [[none] * layout.slots for _ in layout.families]
+        """By family and place."""
         self._users = [[0] * family.pages for family in layout.families]
         self._mapped: set[int] = set()
         self._wanted: set[int] = set()
@@ -113,30 +120,68 @@ class Arena:
 
     def begin(self, slot: int, ticks: int = 0) -> None:
         """A session begins in ``slot``, ``ticks`` ticks old; its rows are zero (or poison)."""
+        self._parked.discard(slot)
         self._ages[slot] = ticks
-        self._wipe(slot)
+        place = self.places[slot]
+        self._wipe(place)
         for index, family in enumerate(self.layout.families):
-            self._set_held(index, family, slot, range(0), ticks)
+            self._set_held(index, family, place, range(0), ticks)
         self._hold(slot, ticks)
         self.counts.joining += self._map_due(self._first_ticks)
 
     def move(self, source: int, target: int) -> None:
-        """``target`` takes over the session of ``source``: its valid rows are copied."""
+        """``target`` takes over the session of ``source``.
+
+        Without places its valid rows are copied.
+        """
         ticks = self._ages[source]
         assert ticks is not None, source
-        self.begin(target, ticks)
-        self.memory.settle()
-        for family in self.layout.families:
-            nbytes = family.bytes_at(ticks)
-            for base in family.base_pages if nbytes else ():
-                start = base * family.page_bytes
-                self.memory.copy(
-                    start + target * family.slot_bytes,
-                    start + source * family.slot_bytes,
-                    nbytes,
-                )
+        if self.layout.has_places:
+            self._exchange(source, target)
+            self._ages[target], self._grows_at[target] = ticks, self._grows_at[source]
+        else:
+            self.begin(target, ticks)
+            self.memory.settle()
+            for family in self.layout.families:
+                nbytes = family.bytes_at(ticks)
+                for base in family.base_pages if nbytes else ():
+                    start = base * family.page_bytes
+                    self.memory.copy(
+                        start + target * family.slot_bytes,
+                        start + source * family.slot_bytes,
+                        nbytes,
+                    )
+        self._parked.discard(target)
         self._ages[source] = None
         self._grows_at[source] = NEVER
+
+    def park(self, slot: int, ticks: int) -> None:
+        """Have memory for the first ``ticks`` ticks of ``slot``, which no tick steps. At once.
+
+        Nothing is wiped: whoever parks writes every row before it is read.
+        """
+        assert self._ages[slot] is None, (slot, self._ages[slot])
+        self._parked.add(slot)
+        place = self.places[slot]
+        for index, family in enumerate(self.layout.families):
+            self._set_held(index, family, place, family.pages_at(place, ticks), ticks)
+        self.counts.joining += self._map_due()
+
+    def leave(self, slot: int) -> None:
+        """Nobody is parked in ``slot`` any more; its pages go back in time."""
+        if slot in self._parked:
+            self._parked.discard(slot)
+            self._let_go(slot, 0)
+
+    def seat(self, source: int, target: int, ticks: int) -> None:
+        """The prompt parked in ``source`` is ``target``'s session, ``ticks`` ticks old."""
+        self._parked.discard(source)
+        self._ages[source] = ticks
+        self._hold(source, ticks)
+        if source != target:
+            self.move(source, target)
+            self._let_go(source, 0)
+        self.counts.joining += self._map_due(self._first_ticks)
 
     def map_all_due(self) -> None:
         """Map everything wanted by now, however far ahead of its need."""
@@ -166,33 +211,47 @@ class Arena:
                 self._hold(slot, age)
         self._work()
 
+    def _exchange(self, one: int, other: int) -> None:
+        places = self.places
+        places[one], places[other] = places[other], places[one]
+        if other in self._parked:
+            self._parked.discard(other)
+            self._parked.add(one)
+
     def _close_up(self, batch: int) -> None:
         """Hang up what lies beyond the batch, and prepare the slot after it."""
         for slot in range(batch, self.layout.slots):
+            if slot in self._parked:
+                continue
             self._ages[slot] = None
             self._grows_at[slot] = NEVER
-            for index, family in enumerate(self.layout.families):
-                keep = family.pages_at(slot, self._first_ticks) if slot == batch else range(0)
-                # A joiner maps what is missing, so this can wait for everything else.
-                self._set_held(index, family, slot, keep, ticks=-self.ahead_ticks)
+            self._let_go(slot, self._first_ticks if slot == batch else 0)
         self._live = batch
+
+    def _let_go(self, slot: int, ticks: int) -> None:
+        """Hold no more of ``slot`` than what the first ticks of a joiner need."""
+        place = self.places[slot]
+        for index, family in enumerate(self.layout.families):
+            keep = family.pages_at(place, ticks)
+            # A joiner maps what is missing, so this can wait for everything else.
+            self._set_held(index, family, place, keep, ticks=-self.ahead_ticks)
 
     def _hold(self, slot: int, ticks: int) -> None:
         """Want the pages of ``slot`` for the tick at age ``ticks`` and `ahead_ticks` more."""
         until = ticks + 1 + self.ahead_ticks
-        soonest = NEVER
+        soonest, place = NEVER, self.places[slot]
         for index, family in enumerate(self.layout.families):
-            pages = family.pages_at(slot, until)
-            self._set_held(index, family, slot, pages, ticks)
-            soonest = min(soonest, family.grows_at(slot, until))
+            pages = family.pages_at(place, until)
+            self._set_held(index, family, place, pages, ticks)
+            soonest = min(soonest, family.grows_at(place, until))
         self._grows_at[slot] = soonest if soonest == NEVER else soonest - 1
 
-    def _set_held(self, index: int, family: Family, slot: int, pages: range, ticks: int) -> None:
-        """Replace what ``slot``, at age ``ticks``, holds of a family by ``pages``.
+    def _set_held(self, index: int, family: Family, place: int, pages: range, ticks: int) -> None:
+        """Replace what ``place``, at age ``ticks``, holds of a family by ``pages``.
 
         A negative age: its session will begin that many ticks from now at the earliest.
         """
-        before = self._held[index][slot]
+        before = self._held[index][place]
         if before == pages:
             return
         users = self._users[index]
@@ -200,7 +259,7 @@ class Arena:
             if page in before:
                 continue
             users[page] += 1
-            deadline = self.tick + max(0, family.ticks_before(slot, page) - ticks)
+            deadline = self.tick + max(0, family.ticks_before(place, page) - ticks)
             for base in family.base_pages:
                 self._wanted.add(base + page)
                 if base + page not in self._mapped:
@@ -215,13 +274,13 @@ class Arena:
                     self._wanted.discard(base + page)
                     if self.on_demand:
                         self._unneeded.append(base + page)
-        self._held[index][slot] = pages
+        self._held[index][place] = pages
 
-    def _wipe(self, slot: int) -> None:
-        """Nothing of an earlier session stays in the rows of ``slot`` that have memory."""
+    def _wipe(self, place: int) -> None:
+        """Nothing of an earlier session stays in the rows of ``place`` that have memory."""
         for family in self.layout.families:
-            start, stop = slot * family.slot_bytes, (slot + 1) * family.slot_bytes
-            span = family.span(slot)
+            start, stop = place * family.slot_bytes, (place + 1) * family.slot_bytes
+            span = family.span(place)
             for base in family.base_pages:
                 for first, last in self._mapped_runs(base, span):
                     low = max(start, first * family.page_bytes)

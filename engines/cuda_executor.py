@@ -10,7 +10,8 @@ the graphs. Rings are written in place: small ones lie whole in one allocation, 
     join    rows reset by one kernel, first pages there already if the slot was prepared
     step    map what is missing (nothing, if the arena keeps up) -> launch -> arena works while
             the device does -> wait
-    move    one kernel for small state, one copy per large ring, of valid rows only
+    move    one kernel for small state; rings that only `ring_attention` touches stay where they are
+            and a table says so; of others one copy per ring, of valid rows only
 
 Start-up refuses what cannot work, with the numbers: no GPU, an old driver, an ONNX Runtime without
 CUDA, another box on the same GPU, more slots than fit at full retention. float32 stages compute in
@@ -19,7 +20,7 @@ float32: TF32 is off. Needs the cuda extra; imports neither torch nor onnx.
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ class CudaExecutor:
         self._begin(slot, settings, ticks=0)
 
     def move(self, source: int, target: int) -> None:
-        """See `executor.Executor.move`. Valid rows only are copied of a large ring."""
+        """See `executor.Executor.move`. Rings in places stay; of others valid rows are copied."""
         assert 0 <= source < self.slots, (source, self.slots)
         assert 0 <= target < self.slots, (target, self.slots)
         if source == target:
@@ -190,6 +191,7 @@ class CudaExecutor:
         self._enter()
         self.arena.move(source, target)
         self._kernels.move(self._all_rows, self._all_count, source, target, self.stream)
+        self._tell_places()
 
     def step(self, batch: int) -> None:
         """See `executor.Executor.step`. Raises `StageFailed`.
@@ -255,10 +257,9 @@ class CudaExecutor:
             if region.clock.kind is ClockKind.COUNTER:
                 self._set(region.name, slot, position)
             elif region.clock.kind is ClockKind.RING and region.dtype in ("bfloat16", "float32"):
-                rows = region.clock.valid_rows(ticks)
-                nbytes = region.whole_bytes // region.clock.retain * rows
-                address = self._address(Buffer(region.name, 0), slot)
-                self._kernels.spread(address, nbytes, region.dtype == "bfloat16", self.stream)
+                for address, nbytes in self._ring_spans(region.name, slot, ticks):
+                    is_half = region.dtype == "bfloat16"
+                    self._kernels.spread(address, nbytes, is_half, self.stream)
         self.stream.synchronize()
 
     def memory(self) -> MemoryUse:
@@ -284,17 +285,13 @@ class CudaExecutor:
     def region(self, name: str, slot: int) -> NDArray[Any]:
         """A copy of one session's region, for tests. bfloat16 comes as uint16."""
         region = self._regions[name]
-        if name in {n for family in self.layout.families for n in family.names}:
-            nbytes = (
-                region.whole_bytes
-                // region.clock.retain
-                * region.clock.valid_rows(self.arena.age(slot) or 0)
-            )
-            shape: tuple[int, ...] = (1, -1, *region.shape[region.clock.axis + 1 :])
-        else:
-            nbytes, shape = region.whole_bytes, region.shape
         self.stream.synchronize()
-        raw = cuda.read_device(self._address(Buffer(name, 0), slot), nbytes)
+        if self.layout.ring_rows(name) is None:
+            raw = cuda.read_device(self._address(Buffer(name, 0), slot), region.whole_bytes)
+            return np.frombuffer(raw, STORAGE[region.dtype][0]).reshape(region.shape)
+        spans = self._ring_spans(name, slot, self.arena.age(slot) or 0)
+        raw = bytearray().join(cuda.read_device(address, nbytes) for address, nbytes in spans)
+        shape = (1, -1, *region.shape[region.clock.axis + 1 :])
         return np.frombuffer(raw, STORAGE[region.dtype][0]).reshape(shape)
 
     def wire_address(self, name: str) -> DevicePtr:
@@ -321,9 +318,19 @@ class CudaExecutor:
         for name, value in settings.items():
             check_setting(self._regions, name, value)
         self.arena.begin(slot, ticks)
-        self._kernels.reset(self._all_rows, self._all_count, slot, self.stream)
+        self._reset(slot)
         for name, value in settings.items():
             self._set(name, slot, value)
+
+    def _reset(self, slot: int) -> None:
+        """First values of everything that lies whole."""
+        self._kernels.reset(self._all_rows, self._all_count, slot, self.stream)
+        place = self.arena.places[slot]
+        self._kernels.reset(self._placed_rows, self._placed_count, place, self.stream)
+
+    def _tell_places(self) -> None:
+        if self.layout.has_places:
+            self._rings.place(self.arena.places, self.stream)
 
     def _set(self, name: str, slot: int, value: float) -> None:
         storage = STORAGE[self._regions[name].dtype][0]
@@ -331,18 +338,41 @@ class CudaExecutor:
         write_ordered(self._address(Buffer(name, 0), slot), raw, self.stream)
 
     def _address(self, buffer: Buffer, slot: int = 0) -> DevicePtr:
-        """Where ``slot`` of a buffer lies."""
+        """Where ``slot`` of a buffer lies; of a ring in places, place number ``slot``."""
         place = self.layout.whole.get(buffer)
         if place is not None:
             return DevicePtr(self._whole + place.offset_bytes + slot * place.row_bytes)
-        offset = self.layout.ring_offset(buffer.name)
-        assert offset is not None, buffer
-        return DevicePtr(self._range.base + offset + slot * self._regions[buffer.name].whole_bytes)
+        rows = self.layout.ring_rows(buffer.name)
+        assert rows is not None, buffer
+        return DevicePtr(self._range.base + rows.first + slot * rows.slot_bytes)
+
+    def _ring_spans(
+        self, name: str, slot: int, ticks: int, first: int = 0
+    ) -> Iterator[tuple[DevicePtr, int]]:
+        """(address, bytes) of the rows from ``first`` on that a session of ``ticks`` ticks has."""
+        count = self._regions[name].clock.valid_rows(ticks) - first
+        return self._row_spans(name, slot, first, count)
+
+    def _row_spans(
+        self, name: str, slot: int, first: int, count: int
+    ) -> Iterator[tuple[DevicePtr, int]]:
+        """(address, bytes) of rows of one session's ring, whatever way it lies."""
+        region = self._regions[name]
+        lies_at = self.arena.places[slot] if name in self.layout.placed else slot
+        rows = self.layout.ring_rows(name)
+        if rows is not None:
+            for offset, nbytes in rows.spans(lies_at, first, count):
+                yield DevicePtr(self._range.base + offset), nbytes
+            return
+        row_bytes = region.whole_bytes // region.clock.retain
+        start = self._address(Buffer(name, 0), lies_at) + first * row_bytes
+        yield DevicePtr(start), count * row_bytes
 
     def _tables(self) -> None:
         """Row tables on the device: all regions that lie whole, and those to copy back."""
         after = self._program.current[1]
         rows: list[Row] = []
+        placed: list[Row] = []
         back: list[Row] = []
         for region in self._regions.values():
             if Buffer(region.name, 0) not in self.layout.whole:
@@ -355,11 +385,12 @@ class CudaExecutor:
                 region.whole_bytes,
                 fill_bytes(region.fill, STORAGE[region.dtype][0], region.dtype == "bfloat16"),
             )
-            rows.append(row)
+            (placed if region.name in self.layout.placed else rows).append(row)
             if moved:
                 back.append(row)
-        self._all_count, self._back_count = len(rows), len(back)
+        self._all_count, self._back_count, self._placed_count = len(rows), len(back), len(placed)
         self._all_rows, self._back_rows = self._table(rows), self._table(back)
+        self._placed_rows = self._table(placed)
 
     def _table(self, rows: Sequence[Row]) -> DevicePtr:
         raw = table_bytes(rows) or bytes(32)
@@ -437,7 +468,7 @@ class CudaExecutor:
         """Bind ``batch``, and capture it unless ticks run eagerly."""
         parts = self._bind(batch)
         for slot in range(batch):
-            self._kernels.reset(self._all_rows, self._all_count, slot, self.stream)
+            self._reset(slot)
         if self.options.graphs:
             self._graphs.capture(batch, parts)
         else:
@@ -469,7 +500,7 @@ class CudaExecutor:
 
     def _bind_step(self, step: Step, batch: int) -> Callable[[], None]:
         if step.stage.ring is not None:
-            return self._rings.bind(step, batch, self._address, self.stream)
+            return self._rings.bind(step, batch, self._address, self.stream, self.layout.ring_rows)
         if step.stage.builtin:
             seed, frame = (self._address(bound.buffer) for bound in step.inputs)
             (noise,) = step.outputs

@@ -1,16 +1,17 @@
 """The built-in stage `ring_attention` on a GPU: one compiled kernel per shape, launched in a tick.
 
 Where things lie comes from the executor's layout: queries, keys and values side by side in a wire
-(the kernel takes strides, so nothing is split or copied), rings as the arena has them, slot after
-slot. A table on the device says which slot each row of the batch lives in; today that is 0, 1, 2,
-..., because live sessions are kept together. Scratch is shared by all layers of a shape, since
-launches on one stream follow each other.
+(the kernel takes strides, so nothing is split or copied), rings as the arena has them. A table on
+the device says in which place each row of the batch has its rings; it changes between ticks, when
+a session moves to another slot and its rings stay where they are. Scratch is shared by all layers
+of a shape, since launches on one stream follow each other.
 
 A launch allocates nothing and waits for nothing, so it is captured like any other part of a tick.
 Not here: the kernel and what it promises (`kernels.ring_attention`), the manifest (`ring_stage`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from engines import cuda, ring_stage
 from engines.bundle import NEXT, BundleError, Dtype, StageSpec
 from engines.cuda import Device, DevicePtr, Stream
+from engines.cuda_memory import write_ordered
 from engines.kernels import nvrtc
 from engines.kernels.ring_attention import (
     SOURCE,
@@ -29,6 +31,7 @@ from engines.kernels.ring_attention import (
     RingShapeError,
     ring_params,
 )
+from engines.layout import RingRows
 from engines.program import Buffer, Step
 
 CACHES: dict[tuple[Dtype, Dtype], CacheType] = {
@@ -44,6 +47,9 @@ Scales = Callable[[StageSpec], NDArray[np.float32] | None]
 
 Address = Callable[[Buffer], DevicePtr]
 """Where slot 0 of a buffer lies."""
+
+Rows = Callable[[str], RingRows | None]
+"""How the rows of a ring lie from there on; None: slot after slot, row after row."""
 
 
 def shape_of(stage: StageSpec) -> RingShape:
@@ -86,6 +92,26 @@ def load_kernels(shape: RingShape, device: Device, folder: Path) -> RingKernels:
     return RingKernels(shape, image, device.attribute("MULTIPROCESSOR_COUNT"))
 
 
+def _by_slot(name: str) -> None:
+    """`Rows` of rings that lie as tensors do."""
+
+
+def _shifted(lie: RingRows | None, k: int, v: int) -> RingRows | None:
+    return None if lie is None else replace(lie, first=lie.first + v - k)
+
+
+def _strides(lie: RingRows) -> dict[str, int]:
+    """The kernel's numbers for rings whose rows lie so."""
+    shift = lie.piece_rows.bit_length() - 1
+    is_whole = lie.piece_rows & (lie.piece_rows - 1) != 0  # all its rows: no gap is ever crossed
+    return {
+        "slot_stride_bytes": lie.slot_bytes,
+        "row_stride_bytes": lie.row_bytes,
+        "piece_shift": 30 if is_whole else shift,
+        "piece_gap_bytes": 0 if is_whole else lie.piece_bytes - lie.piece_rows * lie.row_bytes,
+    }
+
+
 class RingLauncher:
     """Kernels, scratch and tables of all ring stages of a bundle. One thread uses it."""
 
@@ -109,6 +135,7 @@ class RingLauncher:
         self._scales: dict[str, DevicePtr] = {}
         self.scratch_bytes = 0
         self._slots = DevicePtr(0)
+        self._count = slots
         try:
             for stage in stages:
                 if stage.ring is not None:
@@ -120,13 +147,21 @@ class RingLauncher:
             self.close()
             raise
 
-    def bind(self, step: Step, batch: int, address: Address, stream: Stream) -> Callable[[], None]:
+    def place(self, places: Sequence[int], stream: Stream) -> None:
+        """From the next launch on, row i of a batch has its rings in ``places[i]``."""
+        assert sorted(places) == list(range(self._count)), places
+        if self._kernels:
+            write_ordered(self._slots, np.array(places, np.int32).tobytes(), stream)
+
+    def bind(
+        self, step: Step, batch: int, address: Address, stream: Stream, rows: Rows = _by_slot
+    ) -> Callable[[], None]:
         """What enqueues one stage for exactly ``batch`` sessions in slots 0..batch-1."""
-        params = self.params(step, batch, address)
+        params = self.params(step, batch, address, rows)
         kernels = self._kernels[shape_of(step.stage)]
         return lambda: kernels.launch(params, stream)
 
-    def params(self, step: Step, batch: int, address: Address) -> RingParams:
+    def params(self, step: Step, batch: int, address: Address, rows: Rows = _by_slot) -> RingParams:
         """The kernel's argument: every address and stride of one stage and batch."""
         ring, shape = step.stage.ring, shape_of(step.stage)
         assert ring is not None, step.stage.name
@@ -139,6 +174,9 @@ class RingLauncher:
         partials, arrivals = self._scratch[shape]
         has_rope = ring.max_period > 0
         k_scale = int(self._scales.get(step.stage.name, 0))
+        lie = rows(step.inputs[2].tensor.name)
+        assert rows(step.inputs[3].tensor.name) in (None, _shifted(lie, k, v)), step.stage.name
+        strides = {} if lie is None else _strides(lie)
         return ring_params(
             shape,
             batch,
@@ -158,6 +196,7 @@ class RingLauncher:
             rope_frequency=int(self._frequency[ring.head_dim, ring.max_period]) if has_rope else 0,
             partials=int(partials),
             arrivals=int(arrivals),
+            **strides,
         )
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ serves more than 4 query rows), a fixed grid per exact batch, no allocation: cap
     in   rope_frequency    (D/2,)    float32  or null: no rotation. Interleaved pairs (2i, 2i+1)
     i/o  k_cache, v_cache            bfloat16 | e4m3 | int8 | float32, time-major rows of Hkv*D:
                  slot s, row t:  base + s*slot_stride_bytes + t*row_stride_bytes
+                                      + t//2**piece_shift * piece_gap_bytes
                  with pages:     base + (page_table[s, t//256]*256 + t%256)*row_stride_bytes
     out  out         (B, P, Hq*D)    as q
     i/o  partials    scratch, `RingShape.partials_bytes(batch)`; contents do not matter
@@ -23,8 +24,10 @@ serves more than 4 query rows), a fixed grid per exact batch, no allocation: cap
 
 Float32 rings take float32 q, k, v and give float32 (the codec); all others take and give bfloat16.
 Rows past the valid length are never read: they may be NaN, or not be mapped. All pointers and
-strides are multiples of 16 bytes. All P rows are in the ring before any query attends, so after
-the wrap the first of two sees T-1 rows: upstream Mimi's streamed order, which users hear.
+strides are multiples of 16 bytes. A ring may lie in pieces of 64 rows or more, a power of two, with
+``piece_gap_bytes`` of something else between them; a ring shorter than a piece is one piece. All P
+rows are in the ring before any query attends, so after the wrap the first of two sees T-1 rows:
+upstream Mimi's streamed order, which users hear.
 
 **Repeatable bits.** A session's output bits depend on its own inputs, ring and position: not on
 batch, slot, page order, neighbours, entry point (wide or narrow) or run. They do depend on the
@@ -201,11 +204,13 @@ class RingParams(ctypes.Structure):
             ).split()
         ],
         ("slot_stride_bytes", ctypes.c_longlong),
+        ("piece_gap_bytes", ctypes.c_longlong),
         *[
             (name, ctypes.c_int)
             for name in (
                 "row_stride_bytes q_stride k_stride v_stride out_stride batch segments_per_warp "
-                "query_heads kv_heads capacity segments pages_per_slot query_groups write_rows"
+                "query_heads kv_heads capacity segments pages_per_slot query_groups write_rows "
+                "piece_shift"
             ).split()
         ],
         ("score_scale", ctypes.c_float),
@@ -221,6 +226,8 @@ def ring_params(shape: RingShape, batch: int, **given: int) -> RingParams:
     ``given`` names the pointers, and any stride that differs from contiguous tensors and slots.
     """
     fields = dict(
+        piece_gap_bytes=0,
+        piece_shift=PAGE_ROWS.bit_length() - 1,
         slot_stride_bytes=shape.capacity * shape.row_bytes,
         row_stride_bytes=shape.row_bytes,
         q_stride=shape.query_heads * shape.head_dim,

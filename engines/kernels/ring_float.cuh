@@ -39,7 +39,8 @@ struct Unit {
 __device__ __forceinline__ void load_unit(Unit& unit, int u, const RingParams& a,
                                           const Work& work, int first) {
     int lane = threadIdx.x % LANES;
-    const char* base = (const char*)(u < HALF_UNITS ? a.k_cache : a.v_cache) + work.offset;
+    const char* base = (const char*)(u < HALF_UNITS ? a.k_cache : a.v_cache) + work.offset +
+                       chunk_gap(a, first);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         int row = first + u % HALF_UNITS * UNIT_ROWS + i * LOAD_ROWS + lane / ROW_LANES;

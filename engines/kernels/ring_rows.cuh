@@ -56,6 +56,7 @@ struct RingParams {
     float* partials;
     u32* arrivals;
     long long slot_stride_bytes;
+    long long piece_gap_bytes;
     int row_stride_bytes;
     int q_stride;
     int k_stride;
@@ -70,9 +71,10 @@ struct RingParams {
     int pages_per_slot;
     int query_groups;
     int write_rows;
+    int piece_shift;
     float score_scale;
 };
-static_assert(sizeof(RingParams) == 184, "RingParams in ring_attention.py must match");
+static_assert(sizeof(RingParams) == 192, "RingParams in ring_attention.py must match");
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
@@ -159,7 +161,14 @@ __device__ __forceinline__ long long row_offset(const RingParams& a, int slot, i
         int page = a.page_table[(long long)slot * a.pages_per_slot + row / PAGE_ROWS];
         return ((long long)page * PAGE_ROWS + row % PAGE_ROWS) * a.row_stride_bytes;
     }
-    return (long long)slot * a.slot_stride_bytes + (long long)row * a.row_stride_bytes;
+    return (long long)slot * a.slot_stride_bytes + (long long)row * a.row_stride_bytes +
+           (row >> a.piece_shift) * a.piece_gap_bytes;
+}
+
+// What lies between row ``begin`` of a segment and its chunk at ``first`` beside the rows: the
+// pieces of other rings. Pieces hold whole chunks, so within a chunk rows follow each other.
+__device__ __forceinline__ long long chunk_gap(const RingParams& a, int first) {
+    return (first >> a.piece_shift) * a.piece_gap_bytes;
 }
 
 // Point ``work`` at another segment of the same session and head.

@@ -201,8 +201,9 @@ __device__ __forceinline__ void load_unit(Unit& unit, int u, const RingParams& a
                                           const Work& work, int first) {
     int lane = threadIdx.x % LANES, g = lane / 4, c = lane % 4;
     int rows = work.rows, stride = a.row_stride_bytes;
-    const char* k = (const char*)a.k_cache + work.offset;
-    const char* v = (const char*)a.v_cache + work.offset;
+    long long offset_bytes = work.offset + chunk_gap(a, first);
+    const char* k = (const char*)a.k_cache + offset_bytes;
+    const char* v = (const char*)a.v_cache + offset_bytes;
     if (u < HALF_UNITS) {
         int row = first + u / SPANS * UNIT_ROWS, offset = u % SPANS * SPAN_BYTES;
 #pragma unroll

@@ -108,10 +108,12 @@ class TickKernels:
             self._back.launch(_rows_shape(rows), _RowsParams(table, batch, 0), stream)
 
     def move(self, table: DevicePtr, rows: int, source: int, target: int, stream: Stream) -> None:
-        self._move.launch(_rows_shape(rows), _RowsParams(table, source, target), stream)
+        if rows:
+            self._move.launch(_rows_shape(rows), _RowsParams(table, source, target), stream)
 
     def reset(self, table: DevicePtr, rows: int, slot: int, stream: Stream) -> None:
-        self._reset.launch(_rows_shape(rows), _RowsParams(table, slot, 0), stream)
+        if rows:
+            self._reset.launch(_rows_shape(rows), _RowsParams(table, slot, 0), stream)
 
     def spread(self, target: DevicePtr, nbytes: int, is_half: bool, stream: Stream) -> None:
         """Fill with values over -1..1: bfloat16 if is_half, else float32."""

@@ -219,9 +219,14 @@ class HostRings:
         frequency = None
         if params.rope_frequency:
             frequency = bytes_at(params.rope_frequency, shape.head_dim * 2).view(np.float32)
-        assert params.slot_stride_bytes == shape.capacity * params.row_stride_bytes
+        rows = np.arange(shape.capacity)
+        assert params.piece_shift >= 30 or 1 << params.piece_shift >= min(64, shape.capacity)
+        lie = rows * params.row_stride_bytes + (rows >> params.piece_shift) * params.piece_gap_bytes
+        places = slots.copy()
+        slots = np.arange(batch)  # in the copies made here
+        starts = (places[:, None] * params.slot_stride_bytes + lie).reshape(-1)
         k_cache, v_cache = (
-            bytes_at(at, (int(slots.max()) + 1) * params.slot_stride_bytes)
+            np.stack([bytes_at(at + int(start), shape.row_bytes) for start in starts])
             .view(STORED_DTYPES[shape.cache])
             .reshape(-1, shape.kv_heads, shape.head_dim)
             for at in (params.k_cache, params.v_cache)
@@ -232,6 +237,12 @@ class HostRings:
         q = self._rows(params.q, params.q_stride, shape.query_heads, batch)
         held = (positions, slots, k_cache, v_cache, one, one, frequency)
         ring_reference.write(shape, k_new, v_new, *held)
+        for at, cache in ((params.k_cache, k_cache), (params.v_cache, v_cache)):
+            for b, position in enumerate(positions):
+                for row in ring_reference.new_rows(shape, int(position)):
+                    index = b * shape.capacity + row
+                    there = bytes_at(at + int(starts[index]), shape.row_bytes)
+                    there[:] = np.ascontiguousarray(cache[index]).reshape(-1).view("u1")
         found = ring_reference.attend(shape, q, *held).astype(np.float32)
         stored = found if self.io is np.float32 else ring_reference.bf16_bits(found)
         assert params.out_stride == shape.query_heads * shape.head_dim

@@ -1,6 +1,7 @@
 """The arena on memory that faults: whatever sessions do, no tick writes where nothing is mapped."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,18 +52,30 @@ class FaultyMemory:
         return self.bytes[offset : offset + nbytes]
 
 
-def rings(slots: int = SLOTS) -> ArenaLayout:
-    """Two families: one row a tick (3 rings of 20 rows of 5 bytes), two rows a tick."""
+def rings(slots: int = SLOTS, in_places: bool = False) -> ArenaLayout:
+    """Two families: one row a tick (3 rings of 20 rows of 5 bytes), two rows a tick.
+
+    in_places: pieces of 8 rows, so that a session needs memory several times in its life.
+    """
     families = []
     base = 0
     for count, advance, retain, row in ((3, "1", 20, 5), (2, "2", 18, 7)):
         clock = NativeClock(ClockKind.RING, 0, advance, retain=retain, order=Order.MODULO)
-        pages = -(-slots * retain * row // PAGE)
-        bases = tuple(base + i * pages for i in range(count))
         names = tuple(f"{advance}.{i}" for i in range(count))
-        families.append(Family(names, clock, retain * row, PAGE, bases, pages))
-        base += count * pages
-    return ArenaLayout(slots, PAGE, {}, 0, tuple(families), base * PAGE)
+        plan = Family(names, clock, retain * row, PAGE, (), 0, in_places)
+        pages = -(-slots * plan.slot_bytes // PAGE)
+        copies = 1 if in_places else count
+        bases = tuple(base + i * pages for i in range(copies))
+        families.append(replace(plan, base_pages=bases, pages=pages))
+        base += copies * pages
+    placed = frozenset(name for f in families for name in f.names) if in_places else frozenset()
+    return ArenaLayout(slots, PAGE, {}, 0, tuple(families), base * PAGE, placed)
+
+
+@pytest.fixture(params=["by slot", "in places"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ArenaLayout:
+    monkeypatch.setattr("engines.layout.PIECE_ROWS", 8)
+    return rings(in_places=request.param == "in places")
 
 
 class Sessions:
@@ -92,27 +105,30 @@ class Sessions:
             age = self.arena.age(slot)
             assert age is not None
             for family in self.arena.layout.families:
-                for base in family.base_pages:
-                    self._step(family, base * PAGE + slot * family.slot_bytes, age, stamp)
+                for name in family.names:
+                    self._step(family, name, slot, age, stamp)
         self.arena.after_launch(batch)
 
-    def _step(self, family: Family, start: int, age: int, stamp: int) -> None:
-        size, clock = family.row_bytes, family.clock
+    def _step(self, family: Family, name: str, slot: int, age: int, stamp: int) -> None:
+        clock, rows, place = family.clock, family.rows(name), self.arena.places[slot]
+        value = stamp + family.names.index(name)
+
+        def row(position: int) -> np.ndarray:
+            ((offset, nbytes),) = rows.spans(place, clock.row_of(position), 1)
+            return self.memory.at(offset, nbytes)
+
         for position in range(clock.position(age), clock.position(age + 1)):
-            row = self.memory.at(start + clock.row_of(position) * size, size)
-            row[:] = (stamp + position) % 251
+            row(position)[:] = (value + position) % 251
         last = clock.position(age + 1)
         for position in range(max(0, last - clock.retain), last):
-            row = self.memory.at(start + clock.row_of(position) * size, size)
-            assert (row == (stamp + position) % 251).all(), (stamp, position)
+            assert (row(position) == (value + position) % 251).all(), (stamp, position)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ahead_ticks", [0, 1, 3, 40])
 def test_callers_come_and_go_and_no_row_is_lost_or_without_memory(
-    seed: int, ahead_ticks: int
+    seed: int, ahead_ticks: int, layout: ArenaLayout
 ) -> None:
-    layout = rings()
     memory = FaultyMemory(layout.growing_bytes)
     arena = Arena(layout, memory, ahead_ticks=ahead_ticks)
     sessions = Sessions(arena, memory)
@@ -128,14 +144,14 @@ def test_callers_come_and_go_and_no_row_is_lost_or_without_memory(
         sessions.leave(0)
     for _ in range(200):
         sessions.tick()
-    first = min(max(1, min(ahead_ticks, f.page_ticks)) for f in layout.families)
-    prepared = sum(len(f.pages_at(0, first)) * len(f.names) for f in layout.families)
+    first = min(max(1, min(ahead_ticks, f.growth_ticks)) for f in layout.families)
+    place = arena.places[0]
+    prepared = sum(len(f.pages_at(place, first)) * len(f.base_pages) for f in layout.families)
     assert len(memory.mapped) == prepared
     assert arena.counts.mapped - arena.counts.unmapped == prepared
 
 
-def test_what_is_committed_is_what_was_predicted() -> None:
-    layout = rings()
+def test_what_is_committed_is_what_was_predicted(layout: ArenaLayout) -> None:
     memory = FaultyMemory(layout.growing_bytes)
     arena = Arena(layout, memory, ahead_ticks=0)
     sessions = Sessions(arena, memory)
@@ -149,8 +165,7 @@ def test_what_is_committed_is_what_was_predicted() -> None:
     assert arena.reserved_bytes == layout.growing_bytes
 
 
-def test_a_prepared_slot_costs_a_joiner_nothing() -> None:
-    layout = rings()
+def test_a_prepared_slot_costs_a_joiner_nothing(layout: ArenaLayout) -> None:
     memory = FaultyMemory(layout.growing_bytes)
     sessions = Sessions(Arena(layout, memory, ahead_ticks=6), memory)
     sessions.join()
@@ -162,8 +177,7 @@ def test_a_prepared_slot_costs_a_joiner_nothing() -> None:
     assert sessions.arena.counts.joining == first
 
 
-def test_preparing_a_slot_never_delays_a_tick() -> None:
-    layout = rings()
+def test_preparing_a_slot_never_delays_a_tick(layout: ArenaLayout) -> None:
     memory = FaultyMemory(layout.growing_bytes)
     arena = Arena(layout, memory, ahead_ticks=6)
     arena.pace = 1  # far less than the next slot's first pages
@@ -176,8 +190,7 @@ def test_preparing_a_slot_never_delays_a_tick() -> None:
     assert arena.counts.mapped - before == 2
 
 
-def test_mapping_is_spread_over_the_ticks_before_it_is_needed() -> None:
-    layout = rings()
+def test_mapping_is_spread_over_the_ticks_before_it_is_needed(layout: ArenaLayout) -> None:
     memory = FaultyMemory(layout.growing_bytes)
     arena = Arena(layout, memory, ahead_ticks=5)
     sessions = Sessions(arena, memory)
@@ -209,19 +222,19 @@ def test_a_new_session_finds_nothing_of_the_one_before() -> None:
                     assert not memory.at(base * PAGE + low, high - low).any()
 
 
-def test_a_session_that_is_made_old_has_all_its_pages_at_once() -> None:
-    layout = rings()
+def test_a_session_that_is_made_old_has_all_its_pages_at_once(layout: ArenaLayout) -> None:
     memory = FaultyMemory(layout.growing_bytes)
     sessions = Sessions(Arena(layout, memory, ahead_ticks=6), memory)
     for ticks in (0, 13, 19, 5):
         sessions.arena.begin(0, ticks)
         for family in layout.families:
-            for base in family.base_pages:
-                memory.at(base * PAGE, family.bytes_at(ticks + 1))
+            for name in family.names:
+                valid = family.clock.valid_rows(ticks + 1)
+                for offset, nbytes in family.rows(name).spans(0, 0, valid):
+                    memory.at(offset, nbytes)
 
 
-def test_static_allocation_maps_everything_once() -> None:
-    layout = rings()
+def test_static_allocation_maps_everything_once(layout: ArenaLayout) -> None:
     memory = FaultyMemory(layout.growing_bytes)
     arena = Arena(layout, memory, on_demand=False)
     sessions = Sessions(arena, memory)
@@ -259,3 +272,76 @@ def test_a_full_device_is_known_before_a_session_suffers() -> None:
     for _ in range(30):
         sessions.tick()
     assert not arena.is_short
+
+
+def test_moving_a_session_in_places_moves_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.layout.PIECE_ROWS", 8)
+    layout = rings(in_places=True)
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=2)
+    sessions = Sessions(arena, memory)
+    for _ in range(3):
+        sessions.join()
+    for _ in range(15):
+        sessions.tick()
+    before, mapped = memory.bytes.copy(), set(memory.mapped)
+    sessions.leave(0)
+    assert arena.places == [2, 1, 0, 3, 4, 5]
+    assert (memory.bytes == before).all()
+    assert memory.mapped == mapped
+    sessions.tick()  # prepares the slot after the last for a joiner: the leaver's place
+    sessions.join()
+    assert arena.places[2] == 0
+    assert arena.counts.late == 0
+
+
+def test_a_prompt_is_parked_through_the_ticks_of_others_and_seated(layout: ArenaLayout) -> None:
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=2)
+    sessions = Sessions(arena, memory)
+    sessions.join()
+    sessions.tick()
+    parked, rows = SLOTS - 1, 11
+    for fed in (4, rows):
+        arena.park(parked, fed)
+        sessions.tick()
+    stamp = 77
+    for family in layout.families:
+        for name in family.names:
+            for position in range(family.clock.position(rows)):
+                ((offset, nbytes),) = family.rows(name).spans(
+                    arena.places[parked], family.clock.row_of(position), 1
+                )
+                memory.at(offset, nbytes)[:] = stamp + family.names.index(name) + position
+    for _ in range(5):
+        sessions.tick()
+    arena.seat(parked, 1, rows)
+    sessions.stamps.append(stamp)
+    for _ in range(30):
+        sessions.tick()  # checks every row
+    assert arena.age(1) == rows + 30
+    assert arena.counts.late == 0
+    sessions.leave(1)
+    for _ in range(200):
+        sessions.tick()
+    one = sum(len(f.pages_at(arena.places[0], 60)) * len(f.base_pages) for f in layout.families)
+    next_one = layout.committed_bytes([1]) // PAGE
+    assert len(memory.mapped) <= one + 2 * next_one
+
+
+def test_a_prompt_nobody_waits_for_gives_its_pages_back(layout: ArenaLayout) -> None:
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=2)
+    sessions = Sessions(arena, memory)
+    sessions.join()
+    for _ in range(60):
+        sessions.tick()
+    before = len(memory.mapped)
+    arena.park(SLOTS - 1, 12)
+    for _ in range(20):
+        sessions.tick()
+    assert len(memory.mapped) > before
+    arena.leave(SLOTS - 1)
+    for _ in range(60):
+        sessions.tick()
+    assert len(memory.mapped) == before

@@ -138,7 +138,7 @@ def test_every_launch_is_told_what_the_layout_says(wide: Bundle, driver: FakeDri
     executor = CudaExecutor(wide, 4, EAGER)
     steps = {step.stage.name: step for step in executor._program.steps[0]}
     step = steps["temporal_01_attention"]
-    params = executor._rings.params(step, 3, executor._address)
+    params = executor._rings.params(step, 3, executor._address, executor.layout.ring_rows)
     wires = {bound.tensor.name: executor._address(bound.buffer) for bound in step.inputs}
     qkv = wires["temporal_01.qkv"]
     width, features = 3 * 128, 128
@@ -148,10 +148,11 @@ def test_every_launch_is_told_what_the_layout_says(wide: Bundle, driver: FakeDri
         qkv + 2 * features * 4,
     )
     assert (params.q_stride, params.k_stride, params.v_stride) == (width,) * 3
-    offset = executor.layout.ring_offset("temporal.layers.1.k")
-    assert offset is not None
-    assert params.k_cache == executor._range.base + offset
-    assert params.slot_stride_bytes == 16 * 128 * 4
+    rows = executor.layout.ring_rows("temporal.layers.1.k")
+    assert rows is not None
+    assert params.k_cache == executor._range.base + rows.first
+    assert params.row_stride_bytes == 128 * 4
+    assert params.slot_stride_bytes == 4 * 16 * 128 * 4  # all rings of a place, page by page
     assert (params.batch, params.capacity, params.kv_heads) == (3, 16, 2)
     assert not params.page_table
     slots = fake_driver.bytes_at(params.slots, 16).view(np.int32)
