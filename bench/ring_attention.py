@@ -68,6 +68,8 @@ class Timing:
     position: int
     """Rows written before the step, by every session; below 0: ages spread over the capacity."""
     spread: Spread | None = None
+    piece_rows: int = 0
+    """Rings of all layers in places, this many rows at a time; 0: each layer's by slot."""
 
 
 def moshi(cache: CacheType, **tuning: int) -> RingShape:
@@ -97,6 +99,19 @@ def suite(name: str) -> list[Timing]:
         # are written by a launch of their own).
         timings += [Timing(RingShape(BF16, 32, heads, 128, 3000), 64, 3000) for heads in (8, 4)]
         return timings
+    if name == "places":  # what lying in pieces costs: `engines.layout`
+        return [
+            Timing(moshi(cache), batch, position, None, piece)
+            for cache, batch, position in (
+                (BF16, 1, 3000),
+                (BF16, 32, 3000),
+                (BF16, 64, 3000),
+                (BF16, 64, 299),
+                (E4M3, 64, 3000),
+                (E4M3, 128, 3000),
+            )
+            for piece in (0, 64, 128, 256)
+        ]
     if name == "spread":
         return [
             Timing(shape, batch, 3000, spread)
@@ -198,7 +213,7 @@ class Bench:
         rng = np.random.default_rng(1)
         used = 0
 
-        def place(x: np.ndarray[Any, Any]) -> int:
+        def put(x: np.ndarray[Any, Any]) -> int:
             nonlocal used
             pointer = cuda.DevicePtr(self.small + used)
             cuda.write_device(pointer, x.tobytes())
@@ -208,14 +223,26 @@ class Bench:
         def normal(heads: int) -> int:
             x = rng.normal(size=(batch, shape.rows_per_step, heads, shape.head_dim))
             is_float = shape.cache is FP32
-            return place(x.astype(np.float32) if is_float else ref.bf16_bits(x.astype(np.float32)))
+            return put(x.astype(np.float32) if is_float else ref.bf16_bits(x.astype(np.float32)))
 
         positions = np.full(batch, timing.position, np.int64)
         if timing.position < 0:
             positions = np.linspace(0, shape.capacity - 1, batch).astype(np.int64)
         ring = batch * shape.capacity * shape.row_bytes
         distinct = min(LAYERS, self.pool_bytes // (2 * ring))
-        scale = place(np.full(shape.kv_heads, 1 / 32, np.float32))
+        piece_bytes = timing.piece_rows * shape.row_bytes
+        if timing.piece_rows:
+            groups = -(-shape.capacity // timing.piece_rows)
+            place = 2 * LAYERS * groups * piece_bytes
+            assert batch * place <= self.pool_bytes, "a larger --pool-gib"
+            lie = dict(
+                slot_stride_bytes=place,
+                piece_shift=timing.piece_rows.bit_length() - 1,
+                piece_gap_bytes=(2 * LAYERS - 1) * piece_bytes,
+            )
+        else:
+            lie = {}
+        scale = put(np.full(shape.kv_heads, 1 / 32, np.float32))
         common = ring_params(
             shape,
             batch,
@@ -225,17 +252,22 @@ class Bench:
             out=normal(shape.query_heads),
             k_scale=scale,
             v_scale=scale,
-            rope_frequency=place(ref.rope_frequency(shape.head_dim)),
-            positions=place(positions),
-            slots=place(rng.permutation(batch).astype(np.int32)),
-            arrivals=place(np.zeros(batch * shape.lines, np.uint32)),
-            partials=place(np.zeros(shape.partials_bytes(batch), np.uint8)),
+            rope_frequency=put(ref.rope_frequency(shape.head_dim)),
+            positions=put(positions),
+            slots=put(rng.permutation(batch).astype(np.int32)),
+            arrivals=put(np.zeros(batch * shape.lines, np.uint32)),
+            partials=put(np.zeros(shape.partials_bytes(batch), np.uint8)),
+            **lie,
         )
 
         def record() -> None:
             for layer in range(LAYERS):
-                common.k_cache = self.pool + layer % distinct * 2 * ring
-                common.v_cache = common.k_cache + ring
+                if timing.piece_rows:
+                    common.k_cache = self.pool + 2 * layer * piece_bytes
+                    common.v_cache = common.k_cache + piece_bytes
+                else:
+                    common.k_cache = self.pool + layer % distinct * 2 * ring
+                    common.v_cache = common.k_cache + ring
                 kernels.launch(common, self.stream, timing.spread)
 
         record()
@@ -262,6 +294,7 @@ class Bench:
             "most_us": round(most, 1),
             "tb_per_s": round(read / median / 1e6, 3),
             "rings_apart": distinct,
+            "piece_rows": timing.piece_rows,
             "registers": function.attribute("NUM_REGS"),
             "local_bytes": function.attribute("LOCAL_SIZE_BYTES"),
         }
@@ -294,7 +327,7 @@ def compile_all(target: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", metavar="TARGET", help="compile only, for example sm_90")
-    parser.add_argument("--suite", choices=["goal", "spread", "tune"], default="goal")
+    parser.add_argument("--suite", choices=["goal", "spread", "tune", "places"], default="goal")
     parser.add_argument("--pool-gib", type=int, default=16, help="device memory for rings")
     parser.add_argument("-o", "--out", type=Path, default=Path("out"))
     args = parser.parse_args()
@@ -313,6 +346,7 @@ def main() -> None:
         print(
             f"{row['cache']:9}{row['heads'][0]}/{row['heads'][1]} "
             f"{row['batch']:3} x {row['valid_rows']!s:5} "
+            f"{'in pieces of ' + str(row['piece_rows']) if row['piece_rows'] else 'by slot':16}"
             f"{'narrow' if row['narrow'] else 'wide ' + str(row['segments_per_warp']):7}"
             f"buf {t['wide_buffers']} warps {t[kind + '_warps']:2} regs {row['registers']} "
             f"local {row['local_bytes']:3}: {row['layers_us'] / 1e3:7.3f} ms "

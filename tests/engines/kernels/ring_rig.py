@@ -47,6 +47,8 @@ class Case:
     v_scale: Array
     frequency: Array | None
     page_table: Array | None = None
+    lie: tuple[tuple[str, int], ...] = ()
+    """Strides of `ring_params`, where slots do not lie one after the other."""
 
     def only(self, rows: list[int]) -> Case:
         """The same rings, with only these rows of the batch."""
@@ -156,6 +158,7 @@ class RingRig:
             page_table=0 if pages is None else self.place(pages.astype(np.int32)),
             partials=partials,
             arrivals=self.place(np.zeros(batch * shape.lines, np.uint32)),
+            **dict(case.lie),
         )
         return Placed(params, like)
 

@@ -19,7 +19,7 @@ import pytest
 from engines import cuda
 from engines.kernels import ring_reference as ref
 from engines.kernels.ring_attention import CacheType, RingShape, Spread
-from tests.engines.kernels.ring_rig import Array, Case, RingRig, as_input, random_case
+from tests.engines.kernels.ring_rig import POISON, Array, Case, RingRig, as_input, random_case
 
 pytestmark = pytest.mark.gpu
 
@@ -143,6 +143,40 @@ def test_bits_do_not_depend_on_the_batch_the_slot_or_the_page(
     )  # fmt: skip
     paged_bits, *_ = rig.run(moved, None)
     assert same_bits(paged_bits, whole)
+
+
+@pytest.mark.parametrize("cache", list(CacheType))
+@pytest.mark.parametrize("piece", [64, 128, 256])
+def test_bits_do_not_depend_on_how_a_ring_is_cut_into_pieces(
+    rig: RingRig, cache: CacheType, piece: int
+) -> None:
+    shape = RingShape(cache, 4, 4, 128, capacity=1500)
+    rng = np.random.default_rng(4)
+    case = random_case(rng, shape, rng.integers(0, 4000, 20), slots=20)
+    expected, *stored = rig.run(case, None)
+    places = rng.permutation(22)[:20]
+    pieces = -(-shape.capacity // piece)
+    rows = np.arange(shape.capacity)
+    spread_rows = rows // piece * 3 * piece + rows % piece  # two other rings in between
+    pools = []
+    for pool in (case.k_cache, case.v_cache):
+        apart = np.full((22 * pieces * 3 * piece, *pool.shape[1:]), POISON[cache], pool.dtype)
+        for old, new in zip(case.slots.tolist(), places.tolist(), strict=True):
+            apart[new * pieces * 3 * piece + spread_rows] = pool[ref.ring_rows(shape, old, None)]
+        pools.append(apart)
+    lie = {
+        "slot_stride_bytes": pieces * 3 * piece * shape.row_bytes,
+        "piece_shift": piece.bit_length() - 1,
+        "piece_gap_bytes": 2 * piece * shape.row_bytes,
+    }
+    cut = replace(case, slots=places, k_cache=pools[0], v_cache=pools[1], lie=tuple(lie.items()))
+    for spread in (None, *SPREADS):
+        bits, *caches = rig.run(cut, spread)
+        assert same_bits(bits, expected)
+        for found, before in zip(caches, stored, strict=True):
+            for old, new in zip(case.slots.tolist(), places.tolist(), strict=True):
+                mine = found[new * pieces * 3 * piece + spread_rows]
+                assert same_bits(mine, before[ref.ring_rows(shape, old, None)])
 
 
 @pytest.mark.parametrize("spread", SPREADS[:3])
