@@ -17,6 +17,7 @@ from pathlib import Path
 
 from appliance.admission import session_bytes
 from appliance.calibration import calibrate, warm_up
+from appliance.channel import Capacities
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
 from appliance.ledger_writer import LedgerWriter, RecordRing
@@ -88,7 +89,11 @@ class Box:
             executor=executor,
             clock=clock,
             grid=TickGrid(clock.now_ns(), timing.period_ns),
-            policy=TickPolicy(config.clock.catch_up_ms * NS_PER_MS, config.clock.lag_limit_frames),
+            policy=TickPolicy(
+                config.clock.catch_up_ms * NS_PER_MS,
+                config.clock.lag_limit_frames,
+                config.clock.hung_line_s * NS_PER_S // timing.period_ns - Capacities().downlink,
+            ),
             ring=ring,
             desk=desk,
         )

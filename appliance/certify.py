@@ -51,8 +51,8 @@ from appliance.line_process import LineProcess
 from appliance.lines.callers import Conditions
 from appliance.lines.synthetic import SyntheticReport
 from appliance.report import Summary
+from appliance.seat import TickCounts
 from appliance.step_model import StepSamples
-from appliance.tick_loop import TickCounts
 from engines import bundle as bundles
 from engines.bundle import Bundle
 from engines.executor import Executor

@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     status.add_argument("--json", action="store_true", help="for another program")
     status.set_defaults(run=run_status)
 
+    reset = verbs.add_parser("reset", help="have a call's model begin anew; the call goes on")
+    reset.add_argument("call", type=int, help="the session's number, as the box's log has it")
+    reset.add_argument("--socket", type=Path, required=True, help="of the box")
+    reset.set_defaults(run=run_reset)
+
     certify = verbs.add_parser("certify", help="how many sessions hold on this machine, proven")
     certify.add_argument("bundle", type=Path)
     how = certify.add_mutually_exclusive_group()
@@ -196,6 +201,20 @@ def run_status(args: argparse.Namespace) -> int:
             for line in text(name, report):
                 print(line)
     return code
+
+
+def run_reset(args: argparse.Namespace) -> int:
+    from appliance import control
+    from appliance.status import reset, reset_text
+
+    try:
+        answer = reset(args.socket, args.call)
+    except (control.BoxGone, control.ControlError) as err:
+        return _fail(args, err, 1)
+    if isinstance(answer, control.Refused):
+        return _fail(args, answer.detail, 1)
+    print(reset_text(answer))
+    return 0
 
 
 def run_certify(args: argparse.Namespace) -> int:

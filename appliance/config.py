@@ -45,6 +45,9 @@ class ClockConfig(_Table, frozen=True):
     """How long an admitted caller may stay silent on the wire before its lease is taken back."""
     settle_s: Annotated[int, Meta(ge=1, le=600)] = 2
     """How long a line may take to say what became of a call's last frames."""
+    hung_line_s: Annotated[int, Meta(ge=6, le=3600)] = 10
+    """How long a line may leave all that the model says to its caller unread before the call is
+    ended: its process hangs, though its socket is open. Its ring holds 5 s."""
     drain_s: Annotated[int, Meta(ge=0, le=86_400)] = 30
     """How long calls may go on once the box was told to stop; then they are ended."""
     realtime_priority: Annotated[int, Meta(ge=0, le=99)] = 10
@@ -166,6 +169,7 @@ catch_up_ms = 80        # after an overrun, run a tick if it ends within this af
 lag_limit_frames = 4    # frames of a caller that may wait before the oldest are dropped unheard
 first_frame_s = 10      # how long an admitted caller may stay silent on the wire
 settle_s = 2            # how long a line may take to say what became of a call's last frames
+hung_line_s = 10        # how long a line may read nothing before its call is ended
 drain_s = 30            # how long calls may go on once the box was told to stop
 realtime_priority = 10  # of the tick thread, where the machine allows it; 0: none
 

@@ -3,8 +3,8 @@
 One Unix SOCK_SEQPACKET socket; one datagram is one message, msgpack with its type in the field
 `type`. Audio never travels here, only who comes, who goes and where the shared memory lies.
 
-    line -> box    Join  Leave  Status
-    box -> line    Welcome (first)  Admitted | Refused  Gone  Report
+    line -> box    Join  Withdraw  Leave  Status  Reset
+    box -> line    Welcome (first)  Admitted | Refused  Gone  Report  WasReset
 
 A line may carry many calls over one socket. The socket closing means that the line is lost, and
 all its calls with it. Not here: deciding anything (`admission`), the box's end (`switchboard`).
@@ -22,7 +22,7 @@ from appliance.admission import Reason
 from appliance.box_view import BoxView
 from engines.bundle import Bundle
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when an older line would misunderstand the box."""
 
 LIMIT_BYTES = 65_536
@@ -67,11 +67,30 @@ class Join(_Message, frozen=True):
     """Who the model is to be, in words; ditto."""
 
 
+class Withdraw(_Message, frozen=True):
+    """The caller of a `Join` has gone before it was answered; it is then answered by `Refused`.
+
+    Means nothing once `Admitted` is on its way: the line says `Leave` when it comes.
+    """
+
+    request: int
+
+
 class Leave(_Message, frozen=True):
     """The caller hung up without a LAST frame: step the session no more, then settle it."""
 
     session: int
     why: Annotated[str, Meta(max_length=200)] = ""
+
+
+class Reset(_Message, frozen=True):
+    """Have a live session's model begin anew, keeping call, lease, persona and line; anybody's.
+
+    Answered by `WasReset` once a tick steps it on the new state, or by `Refused`.
+    """
+
+    request: int
+    session: int
 
 
 class Status(_Message, frozen=True):
@@ -105,6 +124,15 @@ class Welcome(_Message, frozen=True):
     """Voices a `Join` may name."""
 
 
+class Prompted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The prompt a state began with, as it was fed: all that it takes to make the state again."""
+
+    key: str
+    """sha256 over all that was fed, `prefill.Prompt.key`."""
+    fed: tuple[int, ...]
+    """How many rows at once, in order: on a CPU the last bits depend on it."""
+
+
 class Admitted(_Message, frozen=True):
     """Come in: the channel exists; the session goes live with its first frame."""
 
@@ -120,6 +148,8 @@ class Admitted(_Message, frozen=True):
     """Frames the ring box -> line holds."""
     receipts: int
     """Receipts that ring holds."""
+    prompt: Prompted | None = None
+    """None: the session begins with nothing."""
 
 
 class Refused(_Message, frozen=True):
@@ -138,6 +168,19 @@ class Gone(_Message, frozen=True):
 
     session: int
     why: str
+
+
+class WasReset(_Message, frozen=True):
+    """To whoever asked, and to the session's line: its state began anew."""
+
+    request: int
+    """Of the `Reset`; 0: to the line, which did not ask."""
+    session: int
+    frame_index: int
+    """The first frame of the downlink that comes of the new state."""
+    held: int
+    """Frames before it that were never made, while the session's prompt was fed again."""
+    prompt: Prompted | None = None
 
 
 class PersonaReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,14 +233,18 @@ class Report(_Message, frozen=True):
     """Writes to the ledger's folder that failed since the start: anything but 0 is an alarm."""
     records_dropped: int = 0
     """Ledger records given up because the disk refused them for too long."""
+    sessions_reset: int = 0
+    """Times a session's state was made to begin anew since the start."""
+    lines_hung: int = 0
+    """Sessions ended since the start because their line read nothing for [clock] hung_line_s."""
     personas: PersonaReport | None = None
     """None: this box feeds no prompts."""
     view: BoxView | None = None
     """Each session, if that was asked for."""
 
 
-ToBox = Join | Leave | Status
-FromBox = Welcome | Admitted | Refused | Gone | Report
+ToBox = Join | Withdraw | Leave | Status | Reset
+FromBox = Welcome | Admitted | Refused | Gone | Report | WasReset
 
 _to_box = msgspec.msgpack.Decoder(ToBox)
 _from_box = msgspec.msgpack.Decoder(FromBox)

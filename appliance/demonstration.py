@@ -29,7 +29,7 @@ from appliance.config import (
 )
 from appliance.line_process import LineProcess
 from appliance.plot import margin_plot
-from appliance.tick_loop import TickCounts
+from appliance.seat import TickCounts
 from engines.bundle import Bundle
 from engines.executor import Executor
 

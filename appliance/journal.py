@@ -7,6 +7,7 @@ what the box decided on every tick. Together they are all a call depends on (`re
     head      magic, length, JSON: which call, of which model, with which settings
     SAID      a frame the box took: index, flags, captured_ns, float32[S]
     HEARD     a frame the box made: index, tick, flags, text, heard, and the CRC-32 of its PCM
+    RESTART   the model began anew before a frame: index, and JSON: the prompt it began with
 
 Entries are appended as they happen and each has a CRC-32; a torn tail is dropped on reading. What
 came back is kept as a checksum: a replay makes the audio again.
@@ -23,9 +24,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from appliance.control import Prompted
 from appliance.frame_ring import DownlinkHeader, UplinkHeader
 
-MAGIC = b"dbxjourn\x01"
+MAGIC = b"dbxjourn\x02"
 SUFFIX = ".journal"
 
 
@@ -44,6 +46,8 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: int
     rate_hz: int
     settings: dict[str, float]
+    prompt: Prompted | None = None
+    """What it began with, as it was fed; the words are in the ledger's file."""
 
 
 class Kind(enum.IntEnum):
@@ -51,10 +55,12 @@ class Kind(enum.IntEnum):
 
     SAID = 1
     HEARD = 2
+    RESTART = 3
 
 
 SAID = struct.Struct("<BqIq")
 HEARD = struct.Struct("<BqqIiqI")
+RESTART = struct.Struct("<BqI")  # then so many bytes of JSON
 CRC = struct.Struct("<I")
 
 
@@ -91,6 +97,11 @@ class JournalWriter:
                 checksum(pcm),
             )
         )
+
+    def restarted(self, index: int, prompt: Prompted | None) -> None:
+        """The model began anew before frame ``index``."""
+        body = msgspec.json.encode(prompt)
+        self._write(RESTART.pack(Kind.RESTART, index, len(body)) + body)
 
     def close(self) -> None:
         """Write what is buffered. Closing twice is allowed."""
@@ -142,6 +153,8 @@ class Journal:
     said: list[Said] = field(default_factory=list)
     """In the order the box took them."""
     heard: dict[int, Heard] = field(default_factory=dict)
+    restarts: dict[int, Prompted | None] = field(default_factory=dict)
+    """By the frame before which the model began anew."""
     """By frame index."""
     dropped_bytes: int = 0
 
@@ -172,7 +185,7 @@ def read(path: Path) -> Journal:
     view = memoryview(raw)
     at = end
     while at < len(raw):
-        size = _entry_bytes(raw[at], head.samples)
+        size = _entry_bytes(view[at:], head.samples)
         if size is None or at + size > len(raw):
             break
         entry = view[at : at + size - CRC.size]
@@ -184,9 +197,12 @@ def read(path: Path) -> Journal:
     return journal
 
 
-def _entry_bytes(kind: int, samples: int) -> int | None:
+def _entry_bytes(entry: memoryview, samples: int) -> int | None:
+    kind = entry[0]
     if kind == Kind.SAID:
         return SAID.size + 4 * samples + CRC.size
+    if kind == Kind.RESTART and len(entry) >= RESTART.size:
+        return RESTART.size + int(RESTART.unpack_from(entry)[2]) + CRC.size
     return HEARD.size + CRC.size if kind == Kind.HEARD else None
 
 
@@ -195,6 +211,10 @@ def _add(journal: Journal, entry: memoryview) -> None:
         _, index, flags, _ = SAID.unpack_from(entry)
         pcm = np.frombuffer(entry, "<f4", journal.head.samples, SAID.size).astype(np.float32)
         journal.said.append(Said(index, flags, pcm))
+        return
+    if entry[0] == Kind.RESTART:
+        _, index, _ = RESTART.unpack_from(entry)
+        journal.restarts[index] = msgspec.json.decode(entry[RESTART.size :], type=Prompted | None)
         return
     _, index, tick, flags, text, heard, crc = HEARD.unpack_from(entry)
     journal.heard[index] = Heard(index, tick, flags, text, heard, crc)

@@ -74,6 +74,10 @@ class Flag(enum.IntFlag):
     """The caller's last frame was taken on this tick."""
     BAD_INPUT = 512
     """The caller's frame held NaN or infinity; the model was fed silence instead."""
+    RESET = 1024
+    """The model's state began anew just before this frame; with the call's voice and persona."""
+    PRIMING = 2048
+    """Nothing was heard and nothing made: a reset session's prompt was being fed again."""
 
 
 class Settled(enum.IntEnum):

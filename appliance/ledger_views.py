@@ -177,6 +177,10 @@ def _stretches(call: Call) -> Iterator[tuple[int, int, str]]:
 def _trouble(flags: int, outcome: int, skipped: int) -> str:
     """Empty when nothing is to be said about a frame."""
     said = []
+    if flags & Flag.RESET:
+        said.append("the model began anew")
+    if flags & Flag.PRIMING:
+        said.append("never made: the model's prompt was fed again after a reset")
     if flags & Flag.MISSED:
         said.append("never made: the tick was dropped after an overrun")
     if flags & Flag.FAULT:

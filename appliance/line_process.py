@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance.box import Box
 from appliance.clock import NS_PER_S
-from appliance.tick_loop import TickCounts
+from appliance.seat import TickCounts
 
 PROGRESS_S = 0.25
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ class LineProcess:
         self,
         box: Box,
         command: list[str],
-        log: Path,
+        log: Path | None,
         progress: Callable[[float, TickCounts], None],
     ) -> None:
         self.exit_code: int | None = None

@@ -49,7 +49,10 @@ class Personas:
         return tuple(voice.name for voice in self.spec.voices) if self.spec else ()
 
     def prepare(self, voice: str, persona: str) -> Prompt | Refusal | None:
-        """The prompt of such a call; None when it asks for neither and begins with nothing."""
+        """The prompt of such a call; None when it asks for neither and begins with nothing.
+
+        Raises `BundleError`, which names files, when the bundle's voice cannot be read.
+        """
         persona = persona.strip()  # a blank one is none: nobody means to be told nothing
         if not voice and not persona:
             return None
@@ -65,10 +68,10 @@ class Personas:
             if self._tokenizer is None:
                 return _no(TOKENIZER_MISSING)
             tokens = self._tokenizer.encode(wrapped(spec, persona))
+        frames, embedded = self._voice(spec, voice)
         try:
-            frames, embedded = self._voice(spec, voice)
             return make_prompt(spec, compose(spec, frames, tokens), embedded)
-        except (PromptError, BundleError) as err:
+        except PromptError as err:
             return _no(str(err))
 
     def plain(self, rows: int) -> Prompt:

@@ -107,6 +107,8 @@ class Job:
     slot: int = -1
     cleared: bool = False
     fed: int = 0
+    chunks: list[int] = field(default_factory=list)
+    """How many rows were fed at once, in order."""
     kept: Snapshot | None = None
     pieces: Iterator[Piece] | None = None
     piece: Piece | None = None
@@ -282,10 +284,13 @@ class PrimingDesk:
             case Kind.FEED:
                 self._primer.feed(job.slot, job.prompt, job.fed, piece.rows)
                 job.fed += piece.rows
+                job.chunks.append(piece.rows)
             case Kind.COPY:
                 self._copy(job)
             case Kind.OPEN:
                 job.values = self._primer.open(job.slot, job.prompt, job.settings)
+                if job.loaded is not None:
+                    job.chunks = list(job.loaded.fed)
                 job.used_snapshot, job.loaded = job.loaded is not None, None
 
     def _copy(self, job: Job) -> None:
@@ -310,7 +315,7 @@ class PrimingDesk:
     def _kept(self, job: Job) -> Snapshot:
         if job.kept is None:
             age = snapshots.prompt_age(job.prompt)
-            job.kept = snapshots.empty_snapshot(self._manifest, age)
+            job.kept = snapshots.empty_snapshot(self._manifest, age, tuple(job.chunks))
         return job.kept
 
     def _free_slot(self, live: int) -> int:

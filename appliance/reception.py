@@ -7,16 +7,19 @@ pieces `priming`'s, files `snapshot_store`'s.
 """
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 
 from appliance.admission import Reason, Refusal
 from appliance.clock import NS_PER_MS, NS_PER_S
 from appliance.config import PersonaConfig
-from appliance.control import PersonaReport
+from appliance.control import PersonaReport, Prompted
+from appliance.log import Seldom
 from appliance.persona import Personas
 from appliance.priming import CHUNKS, Job, PrimingDesk
 from appliance.snapshot_store import SnapshotStore
-from engines.bundle import Bundle
+from engines.bundle import Bundle, BundleError
+from engines.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,10 @@ class Reception:
     def __init__(self, bundle: Bundle, desk: PrimingDesk | None, config: PersonaConfig) -> None:
         """desk: None when this engine feeds no prompts. Raises `BundleError`."""
         self.personas = Personas(bundle)
+        self.fetched: deque[int] = deque()
+        """Sessions whose snapshots have been looked for."""
         self._desk = desk
+        self._broken = Seldom(logger, logging.ERROR)
         self._within_ns = config.within_s * NS_PER_S
         self._store: SnapshotStore | None = None
         if desk is not None and config.keep_mb:
@@ -70,19 +76,40 @@ class Reception:
         self, voice: str, persona: str, settings: Mapping[str, float], now_ns: int
     ) -> Job | Refusal | None:
         """A job for the tick thread; None when the call begins without a prompt."""
-        prompt = self.personas.prepare(voice, persona)
+        try:
+            prompt = self.personas.prepare(voice, persona)
+        except BundleError as err:  # the operator's: it names files, which no caller needs to know
+            self._broken.say(now_ns, "%s", err)
+            return Refusal(
+                Reason.FAULT, f"voice {voice!r} cannot be read on the box; its log says why"
+            )
         if prompt is None or isinstance(prompt, Refusal):
             return prompt
         if self._desk is None:
             return Refusal(Reason.FAULT, "the engine of this box feeds no prompts; call without")
-        kept = self._store.load(prompt) if self._store is not None else None
         return Job(
             prompt=prompt,
             settings=dict(settings),
-            loaded=kept,
+            loaded=None,
             keep=self._store is not None and prompt.shared_rows > 0,
             until_ns=now_ns + self._within_ns,
         )
+
+    def fetch(self, session: int, job: Job) -> None:
+        """Look for the state of an earlier caller's prompt; ``session`` is then in `fetched`."""
+        if self._store is None:
+            self.fetched.append(session)
+            return
+
+        def take(found: Snapshot | None) -> None:
+            job.loaded = found
+            self.fetched.append(session)
+
+        self._store.ask(job.prompt, take)
+
+    def prompted(self, job: Job | None) -> Prompted | None:
+        """How a job that is done was fed."""
+        return None if job is None else Prompted(job.prompt.key, tuple(job.chunks))
 
     def overdue(self) -> Refusal:
         """Why a newcomer whose prompt could not be fed in time is sent away."""

@@ -6,6 +6,10 @@ caller said and checksums of what came back. `plan` joins the two, purely; `run`
 through it from the call's first frame, since state is the sum of what went before, and compares
 text and audio bit for bit.
 
+A state begins with the call, and once more wherever it was reset; with a voice or a persona, the
+prompt is made again from the words in the ledger's file, must have the hash the journal has, and is
+fed in the pieces it was fed in then, since the last bits of a product depend on its number of rows.
+
 On the CPU executor equal means equal to the last bit, and does not depend on who else was in the
 batch; here the other rows are sessions that hear silence.
 """
@@ -16,13 +20,25 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from appliance.control import Prompted
 from appliance.journal import Journal, checksum
 from appliance.ledger import Call, Flag
-from engines.executor import Executor
+from appliance.persona import Personas
+from engines.bundle import Bundle
+from engines.executor import Executor, Primes
+from engines.prefill import Prompt
 
 
 class ReplayError(ValueError):
     """The call cannot be replayed from what there is; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """How a state began."""
+
+    prompt: Prompted | None
+    """The prompt it was fed, and in which pieces; None: it began with nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,8 @@ class Step:
     """What it said beside the frame, as the ledger has it; -1 while its delays were filling."""
     checksum: int | None
     """Of the frame it made; None when the line never had it in hand."""
+    begins: Begin | None = None
+    """The state is a new one before it."""
 
 
 @dataclass(slots=True)
@@ -70,16 +88,14 @@ def plan(call: Call, journal: Journal) -> list[Step]:
             f"{journal.path} is of session {head.session} on another grid than session "
             f"{header.session} of {call.path}; name the journal of the same call"
         )
-    if header.voice or header.persona:
-        raise ReplayError(
-            f"{call.path} began with a voice or a persona, whose prompt was fed in pieces as time "
-            f"allowed; only calls without one are replayed"
-        )
+    if (header.voice or header.persona) and head.prompt is None:
+        raise ReplayError(f"{journal.path} does not say how the call's prompt was fed")
     indices = call.ticks["index"]
     if not len(indices) or (indices != np.arange(len(indices))).any():
         raise ReplayError(f"{call.path} lacks records of some frames, so its state is unknown")
     steps: list[Step] = []
     taken = 0
+    begins: Begin | None = Begin(head.prompt)
     for record in call.ticks:
         index, flags = int(record["index"]), int(record["flags"])
         taken += int(record["skipped"])
@@ -92,7 +108,9 @@ def plan(call: Call, journal: Journal) -> list[Step]:
             )
         said = journal.said[taken] if takes else None
         taken += takes
-        if flags & (Flag.MISSED | Flag.FAULT):
+        if flags & Flag.RESET:
+            begins = _restart(call, journal, index)
+        if flags & (Flag.MISSED | Flag.FAULT | Flag.PRIMING):
             continue
         heard = journal.heard.get(index)
         if heard is not None and heard.heard >= 0 and (said is None or said.index != heard.heard):
@@ -108,9 +126,23 @@ def plan(call: Call, journal: Journal) -> list[Step]:
                 pcm=said.pcm if said is not None and flags & Flag.HEARD else None,
                 text=int(record["text"]),
                 checksum=heard.checksum if heard is not None else None,
+                begins=begins,
             )
         )
+        begins = None
     return steps
+
+
+def _restart(call: Call, journal: Journal, index: int) -> Begin:
+    has_prompt = bool(call.header.voice or call.header.persona)
+    prompt = journal.restarts.get(index)
+    if has_prompt and prompt is None:
+        raise ReplayError(
+            f"{journal.path} does not say how the prompt was fed when the model began anew before "
+            f"frame {index}; compare what comes before it: --to "
+            f"{index * call.header.period_ns / 1e9:.2f}s"
+        )
+    return Begin(prompt)
 
 
 def run(
@@ -140,13 +172,20 @@ def run(
         )
     for slot in range(largest):
         executor.join(slot, {})
+    prompt = _prompt(executor.bundle, call) if any(_fed(step) for step in steps) else None
     found = Comparison()
     slot = -1
     for step in steps:
         if step.index > last:
             break
-        if slot != step.slot:
-            _move(executor, slot, step.slot, call)
+        if step.begins is not None:
+            if slot >= 0:
+                executor.join(slot, {})
+            slot = step.slot
+            _begin(executor, slot, step.begins, call, prompt)
+        elif slot != step.slot:
+            executor.move(slot, step.slot)
+            executor.join(slot, {})
             slot = step.slot
         executor.audio_in[: step.batch] = 0
         if step.pcm is not None:
@@ -159,13 +198,43 @@ def run(
     return found
 
 
-def _move(executor: Executor, source: int, target: int, call: Call) -> None:
-    """The call begins in ``target``, or was moved there to fill a hole."""
-    if source < 0:
-        executor.join(target, call.header.settings)
+def _fed(step: Step) -> Prompted | None:
+    return step.begins.prompt if step.begins is not None else None
+
+
+def _prompt(bundle: Bundle, call: Call) -> Prompt:
+    """The prompt of the call's words, made again. Raises `BundleError`, too."""
+    prompt = Personas(bundle).prepare(call.header.voice, call.header.persona)
+    if not isinstance(prompt, Prompt):
+        why = prompt.detail if prompt is not None else "it names neither voice nor persona"
+        raise ReplayError(f"{call.path}: its prompt cannot be made again: {why}")
+    return prompt
+
+
+def _begin(executor: Executor, slot: int, begin: Begin, call: Call, prompt: Prompt | None) -> None:
+    """Make ``slot`` what the session was before the first step on a new state."""
+    settings, fed = call.header.settings, begin.prompt
+    if fed is None:
+        executor.join(slot, settings)
         return
-    executor.move(source, target)
-    executor.join(source, {})
+    assert prompt is not None, slot
+    if fed.key != prompt.key:
+        raise ReplayError(
+            f"{call.path}: voice and persona make another prompt in {executor.bundle.path} "
+            f"({prompt.key[:12]}) than the call was fed ({fed.key[:12]}); name the bundle it ran "
+            f"on: --bundle DIR"
+        )
+    if sum(fed.fed) != prompt.shared_rows or not isinstance(executor, Primes):
+        raise ReplayError(
+            f"{call.path}: {sum(fed.fed)} rows of its prompt of {prompt.rows} are accounted for"
+        )
+    primer = executor.primer()
+    primer.clear(slot)
+    first = 0
+    for rows in fed.fed:
+        primer.feed(slot, prompt, first, rows)
+        first += rows
+    primer.settle(slot, slot, settings, primer.open(slot, prompt, settings))
 
 
 def _compare(found: Comparison, step: Step, executor: Executor, slot: int) -> None:

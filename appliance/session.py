@@ -10,6 +10,9 @@ that leads to.
        |                   +--- Lost -------------|-----------------+
        +-- Leave, Shed, Lost, Timeout ------------+- Lost, Timeout -+
 
+A LIVE session that is Reset is RESETTING until a tick has stepped it on a state as new as a
+newcomer's (Restarted); meanwhile everything happens to it that happens to one that is LIVE.
+
 A session with a persona is PRIMING before that: it holds a slot that no tick steps, its prompt is
 fed in the margins of ticks, and its line has not been answered yet; Primed makes it ADMITTED.
 
@@ -37,6 +40,7 @@ class State(enum.Enum):
     PRIMING = "priming"
     ADMITTED = "admitted"
     LIVE = "live"
+    RESETTING = "resetting"
     DRAINING = "draining"
     GONE = "gone"
 
@@ -48,6 +52,10 @@ class Event(enum.Enum):
     """The session's prompt has been fed."""
     FIRST_FRAME = "first_frame"
     """A tick found the caller's first frame waiting."""
+    RESET = "reset"
+    """Its model is to begin anew; the call, its lease, its persona and its line stay."""
+    RESTARTED = "restarted"
+    """A tick steps it on the new state."""
     LAST_FRAME = "last_frame"
     """The frame that was just consumed is the caller's last."""
     LEAVE = "leave"
@@ -59,7 +67,7 @@ class Event(enum.Enum):
     SHED = "shed"
     """The box is late, and this session is the newest: it goes so that the others keep time."""
     TIMEOUT = "timeout"
-    """No first frame came, or the receipts never did."""
+    """No first frame came, or the receipts never did, or nobody read what the model said."""
     FLUSHED = "flushed"
     """Every frame that was handed out has its receipt."""
 
@@ -80,10 +88,21 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.TIMEOUT: State.GONE,
     },
     State.LIVE: {
+        Event.RESET: State.RESETTING,
         Event.LAST_FRAME: State.DRAINING,
         Event.LEAVE: State.DRAINING,
         Event.FAULT: State.DRAINING,
         Event.SHED: State.DRAINING,
+        Event.TIMEOUT: State.DRAINING,
+        Event.LOST: State.GONE,
+    },
+    State.RESETTING: {
+        Event.RESTARTED: State.LIVE,
+        Event.LAST_FRAME: State.DRAINING,
+        Event.LEAVE: State.DRAINING,
+        Event.FAULT: State.DRAINING,
+        Event.SHED: State.DRAINING,
+        Event.TIMEOUT: State.DRAINING,
         Event.LOST: State.GONE,
     },
     State.DRAINING: {

@@ -5,8 +5,9 @@ business. A file that is damaged or of something else is removed with one line i
 prompt is fed again: a snapshot saves time and decides nothing. When the folder grows beyond its
 limit, what was used longest ago goes first.
 
-The control thread asks (`load`); files are written by a thread of their own, because a disk may
-take a second and a caller who waits to be answered should not.
+Files are read by one thread and written by another, because a disk may take a second and nobody
+should wait for it but the caller whose prompt it is. Boxes may share a folder: what one is writing
+is locked as long as it does, and left alone by the others.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import logging
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from engines import snapshot as snapshots
@@ -22,6 +24,8 @@ from engines.prefill import Prompt
 from engines.snapshot import Snapshot, SnapshotError
 
 logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Snapshot | None], None]
 
 WAITING = 4
 """Snapshots that may wait for the disk; one more is not kept, and its prompt fed again."""
@@ -33,24 +37,32 @@ class SnapshotStore:
     def __init__(self, folder: Path, manifest: Manifest, limit_bytes: int) -> None:
         """Makes the folder, for this user alone. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for part in folder.glob(f"*{snapshots.SUFFIX}.*.part"):
-            part.unlink(missing_ok=True)  # of a box that was killed while it wrote
+        snapshots.remove_abandoned(folder)
         self._folder = folder
         self._manifest = manifest
         self._limit_bytes = limit_bytes
         self._queue: queue.Queue[Snapshot | None] = queue.Queue(WAITING)
+        self._asked: queue.SimpleQueue[tuple[Prompt, Deliver] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="snapshots")
+        # A daemon: a disk that does not answer must not keep a box from stopping.
+        self._reader = threading.Thread(target=self._answer, name="snapshots-read", daemon=True)
         self.hits = 0
         self.misses = 0
 
     def start(self) -> None:
         self._thread.start()
+        self._reader.start()
 
     def stop(self) -> None:
-        """Write what waits, then end the thread."""
+        """Write what waits, then end both threads."""
+        self._asked.put(None)
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
+
+    def ask(self, prompt: Prompt, deliver: Deliver) -> None:
+        """`load`, some time later; ``deliver`` is called in the thread that reads."""
+        self._asked.put((prompt, deliver))
 
     def load(self, prompt: Prompt) -> Snapshot | None:
         """The state after ``prompt``, if it is kept; None: feed it."""
@@ -85,6 +97,11 @@ class SnapshotStore:
             snapshots.write(path, self._manifest, snapshot)
         except OSError as err:
             logger.warning("a prompt's snapshot is not kept: %s: %s", path, err.strerror or err)
+
+    def _answer(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            prompt, deliver = asked
+            deliver(self.load(prompt))
 
     def _run(self) -> None:
         while (snapshot := self._queue.get()) is not None:

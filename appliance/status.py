@@ -1,23 +1,53 @@
-"""How a running box is, for a person: headroom, what limits it, lateness, refusals, alarms."""
+"""What an operator asks of a running box: how it is, and to have a call's model begin anew."""
 
 from pathlib import Path
 
-from appliance.control import BoxGone, ControlClient, Report, Status
+from appliance.control import (
+    BoxGone,
+    ControlClient,
+    FromBox,
+    Refused,
+    Report,
+    Reset,
+    Status,
+    ToBox,
+    WasReset,
+)
 
 ANSWER_S = 5.0
+PRIMED_S = 600.0
+"""How long a box may take to feed a call's persona again: its longest [persona] within_s."""
 
 
 def ask(socket: Path) -> Report:
     """Ask the box at ``socket``. Raises `BoxGone` or `ControlError`."""
-    client = ControlClient.connect(socket, ANSWER_S)
-    try:
-        client.send(Status(1))
-        message = client.receive(ANSWER_S)
-    finally:
-        client.close()
+    message = _ask(socket, Status(1), ANSWER_S)
     if not isinstance(message, Report):
         raise BoxGone(f"the box at {socket} did not answer within {ANSWER_S:g} s; see its log")
     return message
+
+
+def reset(socket: Path, session: int) -> WasReset | Refused:
+    """Have ``session``'s state begin anew. Raises `BoxGone` or `ControlError`."""
+    message = _ask(socket, Reset(1, session), PRIMED_S)
+    if not isinstance(message, WasReset | Refused):
+        raise BoxGone(f"the box at {socket} did not answer within {PRIMED_S:g} s; see its log")
+    return message
+
+
+def reset_text(done: WasReset) -> str:
+    """One line."""
+    held = f"; {done.held} frames were due while its persona was fed" if done.held else ""
+    return f"session {done.session} began anew at frame {done.frame_index} of its call{held}"
+
+
+def _ask(socket: Path, question: ToBox, within_s: float) -> FromBox | None:
+    client = ControlClient.connect(socket, ANSWER_S)
+    try:
+        client.send(question)
+        return client.receive(within_s)
+    finally:
+        client.close()
 
 
 def text(name: str, report: Report) -> list[str]:
@@ -33,6 +63,8 @@ def text(name: str, report: Report) -> list[str]:
         f"late {report.ticks_late}, missed {report.ticks_missed}",
         f"  refused   {refused or 'nobody'}; sent away because of lateness: {report.sessions_shed}",
     ]
+    if report.lines_hung:
+        lines.append(f"  LINES     {report.lines_hung} calls ended because their line hung")
     if report.disk_errors or report.records_dropped:
         lines.append(
             f"  DISK      {report.disk_errors} writes to the ledger failed, "

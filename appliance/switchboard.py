@@ -10,32 +10,32 @@ so the tick thread never waits for a line, and no line keeps a slot by not answe
 """
 
 import logging
-import os
 import secrets
 import selectors
-import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from appliance import control
 from appliance.admission import Reason, Refusal, admit
-from appliance.channel import Capacities, Channel
-from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
+from appliance.calls import ENDED, UNDER_WAY, Call, Connection, prepare
+from appliance.clock import NS_PER_S, Clock
 from appliance.config import AdmissionConfig, ClockConfig
 from appliance.foresight import Foresight
-from appliance.frame_ring import ChannelError
 from appliance.leases import Lease, Leases
-from appliance.ledger import Header, Why
+from appliance.ledger import Why
 from appliance.ledger_writer import LedgerWriter
 from appliance.listener import Listener
 from appliance.log import Seldom
 from appliance.priming import Job
 from appliance.reception import Reception
-from appliance.session import Event, Session, SessionId, State
+from appliance.reporter import Counted, Reporter
+from appliance.seat import Arrive, Depart, FromTick, Left, Primed, Restart, Restarted, WentLive
+from appliance.session import Event, SessionId, State
 from appliance.step_model import StepSamples
-from appliance.tick_loop import Arrive, Depart, Left, Primed, Seat, TickLoop, WentLive
+from appliance.tick_loop import TickLoop
 from engines.bundle import Bundle
 
 logger = logging.getLogger(__name__)
@@ -49,42 +49,6 @@ REST_S = 0.001
 
 POLL_S = 0.01
 """How long news from the tick or the ledger may lie; a connection is answered at once."""
-
-ENDED: dict[Event, Why] = {
-    Event.LAST_FRAME: Why.FINISHED,
-    Event.LEAVE: Why.LEFT,
-    Event.FAULT: Why.FAULT,
-    Event.LOST: Why.LOST,
-    Event.TIMEOUT: Why.TIMEOUT,
-    Event.SHED: Why.SHED,
-}
-
-
-UNDER_WAY = (State.PRIMING, State.ADMITTED, State.LIVE)
-"""What a box that stops must end."""
-
-
-@dataclass(eq=False, slots=True)
-class _Connection:
-    socket: socket.socket
-    sessions: set[SessionId] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Call:
-    session: Session
-    channel: Channel
-    connection: _Connection | None
-    """None once the line is lost."""
-    due: int = 0
-    why: Why = Why.FINISHED
-    leaving: bool = False
-    """The line has said goodbye."""
-    stopped: bool = False
-    """The box ended the call, not the line."""
-    settle_until_ns: int = 0
-    answer: control.Admitted | None = None
-    """What its line is told once its prompt is done."""
 
 
 class Switchboard:
@@ -114,6 +78,7 @@ class Switchboard:
         """Set by the main thread once the engine is warm."""
         self.calls_ended = 0
         self.sessions_shed = 0
+        self.sessions_reset = 0
         self.refusals: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self._bundle = bundle
         self._loop = loop
@@ -126,13 +91,16 @@ class Switchboard:
         )
         self._on_failure = on_failure
         self._leases = Leases(slots)
-        self._calls: dict[SessionId, _Call] = {}
+        self._calls: dict[SessionId, Call] = {}
+        self._pending: dict[SessionId, Arrive | Restart] = {}
+        """What the tick thread is told once a snapshot has been looked for."""
         self._token = secrets.token_hex(4)
         self._drain_until_ns: int | None = None
         self._stop = False
         self._rest = threading.Event()
-        self._seen_late = (0, 0)
-        self._quiet_until_ns = 0
+        self._reporter = Reporter(
+            bundle.manifest, loop, ledger, self._leases, self.foresight, reception
+        )
         self._selector = selectors.DefaultSelector()
         self._listener = Listener(path)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -176,7 +144,7 @@ class Switchboard:
             call.channel.unlink()
         self._calls.clear()
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Connection):
+            if isinstance(key.data, Connection):
                 key.data.socket.close()
         self._selector.close()
         self._listener.close()
@@ -200,6 +168,7 @@ class Switchboard:
                 self._read(key.data)
         if self._ledger.failure is not None:
             raise self._ledger.failure
+        self._hear_reception()
         while self._loop.outbox:
             self._hear_tick(self._loop.outbox.popleft())
         while self._ledger.closed:
@@ -209,7 +178,7 @@ class Switchboard:
         self._shed()
         self._give_up_on_silent_lines(now_ns)
         self._drain_on(now_ns)
-        self._report_lateness(now_ns)
+        self._reporter.say_lateness(now_ns)
 
     # --- lines
 
@@ -220,14 +189,14 @@ class Switchboard:
             now_ns = self._clock.now_ns()
             self._turned_away.say(now_ns, "a line was not let in: %s; %d are", problem, lines)
             return
-        connection = _Connection(peer)
+        connection = Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, connection)
         t0_ns, reception = self._loop.grid.t0_ns, self._reception
         voices, persona = reception.voices, reception.takes_persona
         self._send(connection, control.welcome(self._bundle, t0_ns, voices, persona))
 
-    def _read(self, connection: _Connection) -> None:
-        if connection.socket.fileno() < 0:
+    def _read(self, connection: Connection) -> None:
+        if not connection.is_open:
             return  # dropped by something earlier in this pass
         try:
             raw = connection.socket.recv(control.LIMIT_BYTES)
@@ -248,20 +217,24 @@ class Switchboard:
         match message:
             case control.Join():
                 self._join(connection, message)
+            case control.Withdraw():
+                self._withdraw(connection, message)
             case control.Leave():
                 self._leave(connection, message)
+            case control.Reset():
+                self._reset(connection, message)
             case control.Status():
-                self._send(connection, self._report(message.request, message.detail))
+                self._send(connection, self._report(message))
 
-    def _leave(self, connection: _Connection, leave: control.Leave) -> None:
+    def _leave(self, connection: Connection, leave: control.Leave) -> None:
         if leave.session not in connection.sessions:  # nobody ends another line's call
             return
         call = self._calls[SessionId(leave.session)]
         if not call.leaving:  # the tick thread must not read through a flood of goodbyes
             call.leaving = True
-            self._loop.inbox.append(Depart(call.session.id, Event.LEAVE))
+            self._depart(call, Event.LEAVE)
 
-    def _send(self, connection: _Connection, message: control.FromBox) -> None:
+    def _send(self, connection: Connection, message: control.FromBox) -> None:
         try:
             connection.socket.send(control.encode(message))
         except OSError as err:  # full, because the line does not read, or closed
@@ -269,24 +242,24 @@ class Switchboard:
             self._cut_off.say(now_ns, "a line was cut off: it does not read (%s)", why)
             self._lose(connection)
 
-    def _lose(self, connection: _Connection) -> None:
+    def _lose(self, connection: Connection) -> None:
         """The line is gone; its calls follow, each at its own next boundary."""
-        if connection.socket.fileno() < 0:
+        if not connection.is_open:
             return
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        for session in connection.sessions:
+        for session in list(connection.sessions):
             call = self._calls[session]
             call.connection = None
             if call.session.state is State.DRAINING:
                 call.session.on(Event.LOST)
                 self._ledger.finish(session, call.due, Why.LOST)
             elif call.session.state is not State.GONE:
-                self._loop.inbox.append(Depart(session, Event.LOST))
+                self._depart(call, Event.LOST)
 
     # --- newcomers
 
-    def _join(self, connection: _Connection, join: control.Join) -> None:
+    def _join(self, connection: Connection, join: control.Join) -> None:
         room = self.foresight.headroom(self._leases.held, self.ready, self.draining)
         refusal = admit(room, self._bundle.manifest, join.settings)
         job: Job | Refusal | None = None
@@ -305,7 +278,7 @@ class Switchboard:
                 self._leases.give_back(lease.session)
             self._refuse(connection, join.request, refusal)
 
-    def _refuse(self, connection: _Connection | None, request: int, refusal: Refusal) -> None:
+    def _refuse(self, connection: Connection | None, request: int, refusal: Refusal) -> None:
         self.refusals[refusal.reason] += 1
         now_ns, reason = self._clock.now_ns(), refusal.reason
         self._refused.say(now_ns, "refused: reason=%s (%s)", reason.value, refusal.detail)
@@ -313,58 +286,98 @@ class Switchboard:
             self._send(connection, control.Refused(request, refusal.reason, refusal.detail))
 
     def _prepare(
-        self, connection: _Connection, join: control.Join, lease: Lease, job: Job | None
+        self, connection: Connection, join: control.Join, lease: Lease, job: Job | None
     ) -> Refusal | None:
         """All that a session needs, before the tick thread hears of it."""
-        manifest = self._bundle.manifest
-        sizes = Capacities()
-        name = f"dbx-{os.getpid()}-{self._token}-{lease.session}"
-        try:
-            channel = Channel.create(name, manifest.timing.samples_per_frame, sizes)
-        except (ChannelError, OSError) as err:
-            return Refusal(Reason.MEMORY, f"no shared memory for the call: {err}")
-        header = Header(
-            session=lease.session,
-            generation=lease.generation,
-            line=join.line,
-            caller=join.caller,
-            settings=dict(join.settings),
-            bundle=str(self._bundle.path),
-            model=manifest.model.name,
-            checkpoint_sha256=manifest.model.checkpoint_sha256,
-            period_ns=manifest.timing.period_ns,
-            t0_ns=self._loop.grid.t0_ns,
-            started=wall_stamp(),
-            voice=join.voice,
-            persona=join.persona,
-            prompt_frames=job.prompt.rows if job is not None else 0,
-        )
-        self._ledger.open(header, channel.receipts)
-        state = State.ADMITTED if job is None else State.PRIMING
-        session = Session(lease.session, lease.generation, state)
-        call = self._calls[lease.session] = _Call(session, channel, connection)
-        connection.sessions.add(lease.session)
         first_frame_ns = self._policy.first_frame_s * NS_PER_S
-        until_ns = self._clock.now_ns() + first_frame_ns
-        settings = dict(join.settings)
-        seat = Seat(session.id, session.generation, channel, settings, until_ns, job)
-        seat.first_frame_ns = first_frame_ns
-        self._loop.inbox.append(Arrive(seat))
-        call.answer = control.Admitted(
-            request=join.request,
-            session=lease.session,
-            generation=lease.generation,
-            channel=name,
-            uplink=sizes.uplink,
-            downlink=sizes.downlink,
-            receipts=sizes.receipts,
+        t0_ns, now_ns = self._loop.grid.t0_ns, self._clock.now_ns()
+        call = prepare(
+            self._bundle, self._token, t0_ns, connection, join, lease, job, first_frame_ns, now_ns
         )
-        logger.info("session %d %s: line=%s", lease.session, state.value, join.line)
+        if isinstance(call, Refusal):
+            return call
+        self._ledger.open(call.header, call.channel.receipts)
+        self._calls[lease.session] = call
+        connection.sessions.add(lease.session)
+        self._tell_tick(lease.session, Arrive(call.seat), job)
+        logger.info("session %d %s: line=%s", lease.session, call.session.state.value, join.line)
         if job is None:
             self._answer(call)
         return None
 
-    def _answer(self, call: _Call) -> None:
+    def _withdraw(self, connection: Connection, message: control.Withdraw) -> None:
+        """Its caller has gone while the persona was fed: the slot is somebody else's."""
+        for session in connection.sessions:
+            call = self._calls[session]
+            answer = call.answer
+            if answer is not None and answer.request == message.request and not call.leaving:
+                call.leaving = call.withdrawn = True
+                self._depart(call, Event.LEAVE)
+                return
+
+    # --- what the tick thread is told
+
+    def _tell_tick(self, session: SessionId, message: Arrive | Restart, job: Job | None) -> None:
+        """At once, or when what is kept of the job's prompt has been read from the disk."""
+        if job is None:
+            self._loop.inbox.append(message)
+        else:
+            self._pending[session] = message
+            self._reception.fetch(session, job)
+
+    def _hear_reception(self) -> None:
+        while self._reception.fetched:
+            message = self._pending.pop(SessionId(self._reception.fetched.popleft()), None)
+            if message is not None:  # None: its caller has gone
+                self._loop.inbox.append(message)
+
+    def _depart(self, call: Call, event: Event) -> None:
+        """End a session, at the next tick boundary at the latest."""
+        pending = self._pending.pop(call.session.id, None)
+        if isinstance(pending, Arrive):  # the tick thread has never heard of it
+            self._hear_tick(Left(call.session.id, event, 0))
+        else:
+            self._loop.inbox.append(Depart(call.session.id, event))
+
+    # --- sessions that begin anew
+
+    def _reset(self, connection: Connection, message: control.Reset) -> None:
+        call = self._calls.get(SessionId(message.session))
+        state = State.GONE if call is None else call.session.state
+        job: Job | Refusal | None = None
+        if call is None or state is not State.LIVE:
+            job = Refusal(
+                Reason.FAULT,
+                f"session {message.session} is {state.value}; only one that is live can be reset",
+            )
+        else:
+            wish = call.wish
+            job = self._reception.receive(
+                wish.voice, wish.persona, wish.settings, self._clock.now_ns()
+            )
+        if call is None or isinstance(job, Refusal):
+            assert isinstance(job, Refusal), job
+            self._send(connection, control.Refused(message.request, job.reason, job.detail))
+            return
+        call.session.on(Event.RESET)
+        call.reset_for = connection, message.request
+        self._tell_tick(call.session.id, Restart(call.session.id, job), job)
+
+    def _restarted(self, call: Call, news: Restarted) -> None:
+        call.session.on(Event.RESTARTED)
+        self.sessions_reset += 1
+        if news.job is not None:
+            self._reception.primed(news.session, news.job)
+        logger.info("session %d reset: tick=%d frames_held=%d", news.session, news.tick, news.held)
+        asked, call.reset_for = call.reset_for, None
+        prompt = self._reception.prompted(news.job)
+        said = control.WasReset(0, news.session, news.frame_index, news.held, prompt)
+        if call.connection is not None and (asked is None or asked[0] is not call.connection):
+            self._send(call.connection, said)
+        if asked is not None and asked[0].is_open:
+            self._send(asked[0], msgspec.structs.replace(said, request=asked[1]))
+
+    def _answer(self, call: Call) -> None:
         """Its caller may speak from now on."""
         answer, call.answer = call.answer, None
         if call.connection is not None and answer is not None:
@@ -372,18 +385,29 @@ class Switchboard:
 
     # --- what tick and ledger say
 
-    def _hear_tick(self, news: Primed | WentLive | Left) -> None:
+    def _hear_tick(self, news: FromTick) -> None:
         call = self._calls[news.session]
         if isinstance(news, Primed):
             self._reception.primed(news.session, news.job)
             call.session.on(Event.PRIMED)
+            if call.answer is not None:
+                prompt = self._reception.prompted(news.job)
+                call.answer = msgspec.structs.replace(call.answer, prompt=prompt)
             self._answer(call)
+            return
+        if isinstance(news, Restarted):
+            self._restarted(call, news)
             return
         if isinstance(news, WentLive):
             call.session.on(Event.FIRST_FRAME)
             logger.info("session %d live: slot=%d tick=%d", news.session, news.slot, news.tick)
             return
         self._leases.give_back(news.session)
+        if call.reset_for is not None:
+            (asker, request), call.reset_for = call.reset_for, None
+            detail = f"session {news.session} ended before it could be reset"
+            if asker.is_open:
+                self._send(asker, control.Refused(request, Reason.FAULT, detail))
         call.due = news.due
         call.why = ENDED[news.event]
         if call.stopped and call.why is Why.LEFT:
@@ -399,7 +423,10 @@ class Switchboard:
             self._ledger.finish(news.session, call.due, call.why)
 
     def _give_up_on_silent_lines(self, now_ns: int) -> None:
-        for session, call in self._calls.items():
+        for session, call in list(self._calls.items()):
+            job = call.seat.job if session in self._pending else None
+            if job is not None and now_ns > job.until_ns:  # the disk does not answer
+                self._depart(call, Event.TIMEOUT)
             if call.session.state is State.DRAINING and now_ns > call.settle_until_ns:
                 call.session.on(Event.TIMEOUT)
                 call.why = Why.TIMEOUT
@@ -421,6 +448,10 @@ class Switchboard:
         call.connection.sessions.discard(session)
         if call.answer is None:
             self._send(call.connection, control.Gone(session, why))
+        elif call.withdrawn:  # nobody was refused
+            why = "its line took it back"
+            refused = control.Refused(call.answer.request, Reason.FAULT, why)
+            self._send(call.connection, refused)
         elif call.why is Why.TIMEOUT:  # its line never heard of the session, only of the request
             self._refuse(call.connection, call.answer.request, self._reception.overdue())
         else:
@@ -435,10 +466,10 @@ class Switchboard:
         if not self._calls:
             self._loop.stopping = True
         elif now_ns >= self._drain_until_ns:
-            for session, call in self._calls.items():
+            for call in self._calls.values():
                 if not call.stopped and call.session.state in UNDER_WAY:
                     call.stopped = True
-                    self._loop.inbox.append(Depart(session, Event.LEAVE))
+                    self._depart(call, Event.LEAVE)
 
     def _shed(self) -> None:
         """Ticks are late all the same: the newest session goes, with a Gone that says why."""
@@ -455,44 +486,12 @@ class Switchboard:
                 self._loop.counts.margin_ns // 1000,
             )
 
-    def _report(self, request: int, detail: bool) -> control.Report:
-        counts = self._loop.counts
-        room = self.foresight.headroom(self._leases.held, self.ready, self.draining)
-        return control.Report(
-            request=request,
+    def _report(self, asked: control.Status) -> control.Report:
+        counted = Counted(
             ready=self.ready,
             draining=self.draining,
-            tick=counts.tick,
-            sessions_live=counts.live,
-            leases_held=self._leases.held,
-            slots=self._leases.total,
-            ticks_late=counts.late,
-            ticks_missed=counts.missed,
-            last_margin_ns=counts.margin_ns,
-            worst_margin_ns=counts.worst_margin_ns,
-            records_lost=self._loop.ring.lost,
-            sessions_free=room.free,
-            limited_by=room.limit.value,
-            forecast_ns=room.forecast.tick_ns(room.held + 1) if room.forecast else 0,
             refusals={reason.value: count for reason, count in self.refusals.items() if count},
-            sessions_shed=self.sessions_shed,
-            disk_errors=self._ledger.write_errors,
-            records_dropped=self._ledger.records_dropped,
-            personas=self._reception.report(),
-            view=self._ledger.watch.view(self._bundle.manifest.session_bytes) if detail else None,
+            shed=self.sessions_shed,
+            reset=self.sessions_reset,
         )
-
-    def _report_lateness(self, now_ns: int) -> None:
-        """At most once a second, with counts: a late box must not also drown in its own log."""
-        seen = (self._loop.counts.late, self._loop.counts.missed)
-        if seen == self._seen_late or now_ns < self._quiet_until_ns:
-            return
-        logger.warning(
-            "ticks late: %d more, missed: %d more; margin_us=%d sessions=%d",
-            seen[0] - self._seen_late[0],
-            seen[1] - self._seen_late[1],
-            self._loop.counts.margin_ns // 1000,
-            self._loop.counts.live,
-        )
-        self._seen_late = seen
-        self._quiet_until_ns = now_ns + 1000 * NS_PER_MS
+        return self._reporter.report(asked, counted)

@@ -17,22 +17,33 @@ systemd starts it again. Decisions are in `scheduler`; who may come in is `admis
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from appliance import frame_ring
-from appliance.channel import Channel
 from appliance.clock import Clock, TickGrid
 from appliance.frame_ring import DownlinkHeader, UplinkHeader
 from appliance.leases import Slots
 from appliance.ledger import Flag, Kind
 from appliance.ledger_writer import RecordRing
-from appliance.priming import Job, PrimingDesk
+from appliance.priming import PrimingDesk
 from appliance.scheduler import Occupant, SlotPlan, plan_resume, plan_slot, plan_tick
-from appliance.session import Event, SessionId
+from appliance.seat import (
+    Arrive,
+    FromTick,
+    Left,
+    Primed,
+    Restart,
+    Restarted,
+    Seat,
+    TickCounts,
+    ToTick,
+    WentLive,
+)
+from appliance.session import Event
 from appliance.step_model import StepRing
 from engines.executor import Executor, SettingError
 
@@ -43,95 +54,14 @@ hiccup steps are fast again, and one frame late is better than one frame lost.""
 U32_MAX = 2**32 - 1
 
 
-@dataclass(eq=False, slots=True)
-class Seat:
-    """All the tick thread knows of one session. Made by control, owned by the tick thread."""
-
-    session: SessionId
-    generation: int
-    channel: Channel
-    settings: Mapping[str, float]
-    wait_until_ns: int
-    """When to give up on a caller who has been admitted and sends nothing."""
-    job: Job | None = None
-    """The prompt it begins with; it waits for its caller once that is done."""
-    first_frame_ns: int = 0
-    """With a job: how long to wait for the caller then."""
-    slot: int = -1
-    frame_index: int = 0
-    """The next due frame: how many were due so far."""
-    misses: int = 0
-    ending: Event | None = None
-    """What ends the session at the next tick boundary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrive:
-    """Control -> tick: a session was admitted and may begin."""
-
-    seat: Seat
-
-
-@dataclass(frozen=True, slots=True)
-class Depart:
-    """Control -> tick: end a session at the next tick boundary. Unknown ones are ignored."""
-
-    session: SessionId
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Primed:
-    """Tick -> control: the session's prompt is done, and its caller may speak."""
-
-    session: SessionId
-    job: Job
-    """For its figures and its snapshot; the tick thread does not change either any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class WentLive:
-    """Tick -> control: the first frame came, and this tick steps the session for the first time."""
-
-    session: SessionId
-    tick: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """Tick -> control, once per `Arrive`: the session's seat and channel are not used any more."""
-
-    session: SessionId
-    event: Event
-    due: int
-    """Frames that were due: each has its record in the ring."""
-
-
 @dataclass(frozen=True, slots=True)
 class TickPolicy:
     """What an operator may choose about lateness; see `config.ClockConfig`."""
 
     catch_up_ns: int
     lag_limit_frames: int
-
-
-@dataclass(slots=True)
-class TickCounts:
-    """Read by other threads without a lock: each number is right, two may be a tick apart."""
-
-    tick: int = -1
-    live: int = 0
-    late: int = 0
-    missed: int = 0
-    margin_ns: int = 0
-    worst_margin_ns: int = 0
-    steps: int = 0
-    """Ticks that stepped at least one session."""
-    late_run: int = 0
-    """Steps in a row that finished late; ticks that never ran in between do not end the run."""
-    slow_run: int = 0
-    """Steps in a row that each took longer than the period."""
+    unread_limit_frames: int = U32_MAX
+    """Frames in a row a line may leave unread in a full ring before its call is ended."""
 
 
 @dataclass(slots=True)
@@ -143,8 +73,8 @@ class TickLoop:
     grid: TickGrid
     policy: TickPolicy
     ring: RecordRing
-    inbox: deque[Arrive | Depart] = field(default_factory=deque)
-    outbox: deque[Primed | WentLive | Left] = field(default_factory=deque)
+    inbox: deque[ToTick] = field(default_factory=deque)
+    outbox: deque[FromTick] = field(default_factory=deque)
     counts: TickCounts = field(default_factory=TickCounts)
     steps_seen: StepRing = field(default_factory=StepRing)
     """What each tick took, for admission's forecasts."""
@@ -195,6 +125,7 @@ class TickLoop:
         """
         self._read_inbox()
         self._let_leave()
+        self._begin_anew()
         now_ns = self.clock.now_ns()
         tick = plan_resume(
             due_tick,
@@ -208,6 +139,7 @@ class TickLoop:
             self._miss(missed)
             self._let_leave()
         self._let_in(tick)
+        self._hold(tick)
         self._step(tick, max(0, self.grid.tick_at(now_ns) - tick))
         if self._priming:
             self._prime(tick)
@@ -233,7 +165,11 @@ class TickLoop:
                     self._waiting.append(message.seat)
                 continue
             for seat in (*self._slots, *self._waiting, *self._priming):
-                if seat.session == message.session and seat.ending is None:
+                if seat.session != message.session or seat.ending is not None:
+                    continue
+                if isinstance(message, Restart):
+                    seat.restart = message
+                else:
                     seat.ending = message.event
 
     def _let_leave(self) -> None:
@@ -244,6 +180,40 @@ class TickLoop:
                 self.executor.move(source, hole)
                 self._stamps[hole] = self._stamps[source]
             self._say_left(seat)
+        for seat in [seat for seat in self._priming if seat.ending is not None]:
+            self._priming.remove(seat)
+            self._drop_job(seat)
+            self._say_left(seat)
+
+    def _begin_anew(self) -> None:
+        """Give live sessions that asked for it a state as new as a newcomer's.
+
+        One without a prompt is stepped on it at once. One with a prompt leaves the batch as a
+        leaver does, is prepared like a newcomer in the margins of ticks, and comes back; its lease
+        is the slot it waits in, so that a full box can do it as well.
+        """
+        for seat in [seat for seat in self._slots if seat.restart is not None]:
+            assert seat.restart is not None
+            job, seat.restart = seat.restart.job, None
+            if job is None or self.desk is None:
+                self.executor.join(seat.slot, seat.settings)
+                seat.began, seat.is_fresh = seat.frame_index, True
+                continue
+            hole, source = seat.slot, self._slots.leave(seat)
+            if source is not None:
+                self.executor.move(source, hole)
+                self._stamps[hole] = self._stamps[source]
+            seat.job, seat.is_held, seat.began = job, True, seat.frame_index
+            self.desk.take(job, len(self._slots))
+            self._priming.append(seat)
+
+    def _hold(self, tick: int) -> None:
+        """Frames that are due of sessions between two states: each gets its record."""
+        for seat in self._held():
+            self._pass_over(seat, Flag.PRIMING.value, tick, self.clock.now_ns())
+
+    def _held(self) -> list[Seat]:
+        return [seat for seat in (*self._priming, *self._waiting) if seat.is_held]
 
     def _let_in(self, tick: int) -> None:
         """Seat those whose first frame has come; a session costs nothing before that."""
@@ -252,9 +222,9 @@ class TickLoop:
         now_ns = self.clock.now_ns()
         staying = []
         for seat in self._waiting:
-            if seat.ending is None and now_ns > seat.wait_until_ns:
+            if seat.ending is None and now_ns > seat.wait_until_ns and not seat.is_held:
                 seat.ending = Event.TIMEOUT
-            if seat.ending is None and seat.channel.uplink.waiting:
+            if seat.ending is None and (seat.is_held or seat.channel.uplink.waiting):
                 self._seat(seat, tick)
             elif seat.ending is None:
                 staying.append(seat)
@@ -280,7 +250,10 @@ class TickLoop:
         if seat.ending is not None:
             return
         self._stamps[slot] = seat.generation
-        self.outbox.append(WentLive(seat.session, tick, slot))
+        if seat.is_held:
+            seat.is_held, seat.is_fresh = False, True
+        else:
+            self.outbox.append(WentLive(seat.session, tick, slot))
 
     def _prime(self, tick: int) -> None:
         """Newcomers with a persona, in what is left of the tick's period."""
@@ -301,7 +274,8 @@ class TickLoop:
             if seat.job is not None and seat.job in done:
                 seat.wait_until_ns = self.clock.now_ns() + seat.first_frame_ns
                 self._waiting.append(seat)
-                self.outbox.append(Primed(seat.session, seat.job))
+                if not seat.is_held:
+                    self.outbox.append(Primed(seat.session, seat.job))
 
     def _drop_job(self, seat: Seat) -> None:
         if self.desk is not None and seat.job is not None and seat.job.slot >= 0:
@@ -343,7 +317,7 @@ class TickLoop:
         counts.steps += 1
         done_ns = self.clock.now_ns()
         full = self._full_frames
-        aged = sum(min(seat.frame_index + _prompt_rows(seat), full) for seat in seats)
+        aged = sum(min(seat.age, full) for seat in seats)
         began_ns = max(self.grid.start_ns(tick), self._done_ns)
         counts.slow_run = counts.slow_run + 1 if done_ns - began_ns > self.grid.period_ns else 0
         self.steps_seen.put(plan.batch, aged * 1000 // full, done_ns - began_ns, margin_ns)
@@ -355,13 +329,16 @@ class TickLoop:
         uplink = seat.channel.uplink
         uplink.skip(plan.skip)
         header = uplink.get(row) if plan.hears else None
+        fresh = Flag.RESET.value if seat.is_fresh else 0
         if header is None:
             row.fill(0)
-            return Flag.CONCEALED.value, None
-        flags = Flag.LAST.value if header.flags & frame_ring.LAST else 0
+            return fresh | Flag.CONCEALED.value, None
+        flags = fresh | (Flag.LAST.value if header.flags & frame_ring.LAST else 0)
         if not np.isfinite(row).all():
             row.fill(0)  # one NaN would stay in the session's state for ever
             return flags | Flag.CONCEALED.value | Flag.BAD_INPUT.value, header
+        if seat.tap is not None:
+            seat.tap.put(UplinkHeader(seat.frame_index, 0, self.clock.now_ns()), row)
         return flags | Flag.HEARD.value, header
 
     def _scatter(
@@ -404,36 +381,55 @@ class TickLoop:
                 _downlink_flags(flags),
                 heard.frame_index if heard is not None and flags & Flag.HEARD.value else -1,
             )
-            if not seat.channel.downlink.put(header, self._rows_out[slot]):
+            if seat.channel.downlink.put(header, self._rows_out[slot]):
+                seat.unread = 0
+            else:
                 flags |= Flag.UNREAD.value
+                self._count_unread(seat)
         margin_ns = deadline_ns - (made_ns or self.clock.now_ns())
+        if seat.is_fresh:
+            seat.is_fresh = False
+            held = seat.frame_index - seat.began
+            seat.began = seat.frame_index
+            self.outbox.append(Restarted(seat.session, tick, seat.frame_index, held, seat.job))
         late = flags & (Flag.LATE.value | Flag.FAULT.value)
         seat.misses = seat.misses + 1 if late else 0
         self._record(seat, plan, flags, heard, batch, tick, made_ns, margin_ns, step_ns, text)
         return margin_ns
 
+    def _count_unread(self, seat: Seat) -> None:
+        """A line that has read nothing for so long hangs: its call ends, and settles nothing."""
+        seat.unread += 1
+        if seat.unread >= self.policy.unread_limit_frames and seat.ending is None:
+            seat.ending = Event.TIMEOUT
+            self.counts.hung += 1
+
     def _miss(self, tick: int) -> None:
-        """A tick that never runs: its frames are due all the same, and each gets its record.
+        """A tick that never runs: its frames are due all the same, and each gets its record."""
+        held = self._held()
+        if len(self._slots):
+            self.counts.missed += 1
+        margin_ns = self.grid.margin_ns(tick, self.clock.now_ns())
+        for seat in (*self._slots, *held):
+            self._pass_over(seat, Flag.MISSED.value, tick, self.grid.deadline_ns(tick) - margin_ns)
+
+    def _pass_over(self, seat: Seat, flags: int, tick: int, at_ns: int) -> None:
+        """A due frame that nothing is made for: it gets its record, and counts as a miss.
 
         The caller's frame of that tick is taken and dropped with it, so that the session does
         not lag behind its caller from then on.
         """
-        if not len(self._slots):
-            return
-        self.counts.missed += 1
-        margin_ns = self.grid.margin_ns(tick, self.clock.now_ns())
+        uplink = seat.channel.uplink
+        # No frame is skipped for lag here: the others that wait belong to the ticks after.
+        plan = plan_slot(max(0, seat.slot), uplink.waiting, lag_limit_frames=uplink.capacity)
+        header = uplink.get(self._scratch) if plan.hears else None
+        if header is not None and header.flags & frame_ring.LAST:
+            flags |= Flag.LAST.value
+            seat.ending = Event.LAST_FRAME
+        seat.misses += 1
+        margin_ns = self.grid.margin_ns(tick, at_ns)
         batch = len(self._slots)
-        for seat in self._slots:
-            uplink = seat.channel.uplink
-            # No frame is skipped for lag here: the others that wait belong to the ticks after.
-            plan = plan_slot(seat.slot, uplink.waiting, lag_limit_frames=uplink.capacity)
-            header = uplink.get(self._scratch) if plan.hears else None
-            flags = Flag.MISSED.value
-            if header is not None and header.flags & frame_ring.LAST:
-                flags |= Flag.LAST.value
-                seat.ending = Event.LAST_FRAME
-            seat.misses += 1
-            self._record(seat, plan, flags, header, batch, tick, 0, margin_ns, 0, -1)
+        self._record(seat, plan, flags, header, batch, tick, 0, margin_ns, 0, -1)
 
     def _record(
         self,
@@ -468,7 +464,7 @@ class TickLoop:
                 min(step_ns, U32_MAX),
                 text,
                 batch,
-                seat.slot,
+                plan.slot,
                 plan.lag,
                 plan.skip,
                 min(seat.misses, U32_MAX),
@@ -477,10 +473,6 @@ class TickLoop:
             )
         )
         seat.frame_index += 1
-
-
-def _prompt_rows(seat: Seat) -> int:
-    return seat.job.prompt.rows if seat.job is not None else 0
 
 
 def _downlink_flags(flags: int) -> int:

@@ -15,8 +15,10 @@ expected: refused with a reason, never repaired. Not here: where files lie and w
 appliance), moving rows in and out of slots in time (ditto; `pieces` says in which portions).
 """
 
+import fcntl
 import hashlib
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +37,10 @@ from engines.tensor_file import STORED, Tensor, TensorFileError
 MAGIC = b"dbxsnap\x01"
 """The last byte is the format's version."""
 SUFFIX = ".snap"
+PART = ".part"
 DIGEST_BYTES = 32
+FED = "fed"
+"""Metadata that a reader cannot know before: see `Snapshot.fed`."""
 NONE = ""
 """Key of a session that began without a prompt."""
 
@@ -62,6 +67,8 @@ class Snapshot:
     age: Age
     rings: dict[str, NDArray[Any]]
     values: dict[str, NDArray[Any]]
+    fed: tuple[int, ...] = ()
+    """A prompt's: how many of its rows were fed at once, in order, since bits depend on it."""
 
     @property
     def bytes(self) -> int:
@@ -112,13 +119,13 @@ def pieces(manifest: Manifest, age: Age, piece_bytes: int) -> Iterator[Piece]:
             yield Piece(name, first, min(step, rows - first))
 
 
-def empty_snapshot(manifest: Manifest, age: Age) -> Snapshot:
-    """Room for a snapshot; rings and values are to be filled in."""
+def empty_snapshot(manifest: Manifest, age: Age, fed: tuple[int, ...] = ()) -> Snapshot:
+    """Room for a snapshot; rings and values are to be filled in. fed: see `Snapshot.fed`."""
     rings: dict[str, NDArray[Any]] = {}
     values: dict[str, NDArray[Any]] = {}
     for name, (region, shape) in contents(manifest, age).items():
         (rings if region.in_place else values)[name] = np.empty(shape, STORED[region.dtype])
-    return Snapshot(age, rings, values)
+    return Snapshot(age, rings, values, fed)
 
 
 def take_piece(
@@ -138,9 +145,11 @@ def put_piece(
     )
 
 
-def save(parking: Parking, manifest: Manifest, slot: int, age: Age) -> Snapshot:
-    """All of it at once, between two ticks."""
-    snapshot = empty_snapshot(manifest, age)
+def save(
+    parking: Parking, manifest: Manifest, slot: int, age: Age, fed: tuple[int, ...] = ()
+) -> Snapshot:
+    """All of it at once, between two ticks. fed: see `Snapshot.fed`."""
+    snapshot = empty_snapshot(manifest, age, fed)
     for piece in pieces(manifest, age, 1 << 62):
         take_piece(parking, slot, manifest.region(piece.region), snapshot, piece)
     for name in snapshot.values:
@@ -177,20 +186,34 @@ def write(path: Path, manifest: Manifest, snapshot: Snapshot) -> None:
         name: Tensor(dtypes[name], array)
         for name, array in (*snapshot.rings.items(), *snapshot.values.items())
     }
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
     digest = hashlib.sha256()
     try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed: it is ours
             file.write(MAGIC + bytes(DIGEST_BYTES))
-            for chunk in tensor_file.encode(tensors, _metadata(manifest, snapshot.age)):
+            metadata = _metadata(manifest, snapshot.age) | {FED: ",".join(map(str, snapshot.fed))}
+            for chunk in tensor_file.encode(tensors, metadata):
                 digest.update(chunk)
                 file.write(chunk)
             file.seek(len(MAGIC))
             file.write(digest.digest())
-        part.rename(path)
+            file.flush()
+            part.rename(path)
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what a process that was killed left half written; another's work is locked."""
+    for part in folder.glob(f"*{SUFFIX}.*{PART}"):
+        try:
+            with part.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink(missing_ok=True)
+        except OSError:
+            continue  # locked, gone, or not ours to read
 
 
 def read(path: Path, manifest: Manifest, age: Age) -> Snapshot:
@@ -232,7 +255,17 @@ def read(path: Path, manifest: Manifest, age: Age) -> Snapshot:
         age,
         {name: a for name, a in arrays.items() if wanted[name][0].in_place},
         {name: a for name, a in arrays.items() if not wanted[name][0].in_place},
+        _fed(metadata.get(FED, ""), age),
     )
+
+
+def _fed(text: str, age: Age) -> tuple[int, ...]:
+    """Raises `SnapshotError` when a prompt's rows are not accounted for."""
+    words = text.split(",") if text else []
+    rows = [int(word) if word.isdecimal() and len(word) < 10 else 0 for word in words]
+    if 0 in rows or (rows and sum(rows) != age.prompt_rows) or (not rows and not age.whole):
+        raise SnapshotError(f"it does not say how its {age.prompt_rows} rows were fed")
+    return tuple(rows)
 
 
 def _metadata(manifest: Manifest, age: Age) -> dict[str, str]:

@@ -17,8 +17,9 @@ from appliance.clock import NS_PER_MS as MS
 from appliance.clock import TickGrid
 from appliance.frame_ring import LAST, DownlinkHeader, Outcome, Receipt, UplinkHeader
 from appliance.ledger_writer import RecordRing
+from appliance.seat import Arrive, Seat
 from appliance.session import SessionId
-from appliance.tick_loop import Arrive, Seat, TickLoop, TickPolicy
+from appliance.tick_loop import TickLoop, TickPolicy
 from engines.bundle import (
     FORMAT,
     AudioPorts,

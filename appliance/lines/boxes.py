@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from appliance import control
+from appliance.admission import Reason
 from appliance.clock import NS_PER_MS, Clock
 from appliance.placement import ELSEWHERE, Offer, places
 
@@ -36,7 +37,7 @@ class News:
 
     call: int
     """Its number, the `request` of its Join."""
-    message: control.Admitted | control.Refused | control.Gone | Lost
+    message: control.Admitted | control.Refused | control.Gone | control.WasReset | Lost
     t0_ns: int
     """Origin of the grid of the box it came from."""
 
@@ -107,7 +108,15 @@ class Boxes:
         """Say something for ``call``; a Join is placed first. Raises `BoxGone` when all are."""
         if isinstance(message, control.Join):
             self._place(message)
-        elif call in self._at:
+            return
+        placing = self._placing.get(call)
+        if isinstance(message, control.Withdraw) and placing is not None:
+            placing.order.clear()  # it is not asked elsewhere any more
+            if call not in self._at:
+                del self._placing[call]
+                refused = control.Refused(call, Reason.FAULT, "its line took it back")
+                self._news.append(News(call, refused, 0))
+        if call in self._at:
             self._send(self._at[call], message)
 
     def receive(self, timeout_s: float) -> list[News]:
@@ -204,6 +213,10 @@ class Boxes:
                 self._placing.pop(message.request, None)
                 del self._at[message.request]  # a line that serves for months is refused often
                 self._news.append(News(message.request, message, t0_ns))
+            case control.WasReset():
+                for call, session in self._session.items():
+                    if session == message.session and self._at[call] == box:
+                        self._news.append(News(call, message, t0_ns))
             case control.Gone():
                 for call, session in list(self._session.items()):
                     if session == message.session and self._at[call] == box:

@@ -16,7 +16,6 @@ line woke up at: a line that overslept puts the frames it owes at once, as a net
 
 import enum
 import os
-import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +38,7 @@ from appliance.frame_ring import (
     UplinkHeader,
 )
 from appliance.journal import SUFFIX, Head, JournalError, JournalWriter
+from appliance.lines.call_report import CallReport, span_ms
 from appliance.lines.playout import Playout
 from appliance.lines.recording import Recording
 from appliance.lines.source import WavSource
@@ -96,51 +96,6 @@ class State(enum.Enum):
     OVER = "over"
 
 
-class Span(msgspec.Struct, frozen=True):
-    """Smallest, median and largest of a set of times."""
-
-    min: float
-    median: float
-    max: float
-
-
-class CallReport(msgspec.Struct, frozen=True):
-    """How a call went, as its line saw it; written beside its recordings as JSON."""
-
-    wav: str
-    session: int
-    generation: int
-    ended: str
-    """The box's word (finished, left, ...), or what kept the call from ending well."""
-    settings: dict[str, float]
-    rate_in_hz: int
-    samples_in: int
-    """Samples read of the caller's file, at its rate; a little ahead of what was said."""
-    bad_samples_in: int
-    frames_sent: int
-    uplink_overflows: int
-    """Frames the box had no room for: it was not taking any."""
-    frames_heard: int
-    """Periods the caller listened for: delivered + late + filled."""
-    delivered: int
-    late: int
-    filled: int
-    discarded: int
-    concealed: int
-    """Heard frames for which the model had been fed silence."""
-    warming: int
-    """Heard frames that are silence because the model's delays were filling."""
-    strays: int
-    receipts_unsent: int
-    reply_samples: int
-    clipped_samples: int
-    unknown_tokens: int
-    round_trip_ms: float | None
-    """From a word of the caller to the answering frame's playout: what the caller feels."""
-    captured_to_in_hand_ms: Span | None
-    """From a frame captured to the frame the model made of it in hand."""
-
-
 class Call:
     """One caller. `advance` does whatever is due; everything takes the time as an argument."""
 
@@ -180,6 +135,7 @@ class Call:
         """The last frame, as long as the box has had no room for it."""
         self._cut_short = False
         self._hanging_up = False
+        self._withdrawn = False
         self._overflows = 0
         self._outcomes = dict.fromkeys(Outcome, 0)
         self._flags = {CONCEALED: 0, WARMING: 0}
@@ -232,6 +188,9 @@ class Call:
                 )
             ]
         if self.state is State.JOINING:
+            if self._hanging_up and not self._withdrawn:
+                self._withdrawn = True
+                return [control.Withdraw(self.number)]
             if now_ns >= self._until_ns:
                 self.end(now_ns, f"the box did not answer for {self._answer_ns // NS_PER_S} s")
             return []
@@ -286,7 +245,14 @@ class Call:
         return []
 
     def refused(self, message: control.Refused, now_ns: int) -> None:
+        if self._withdrawn:
+            self.end(now_ns, "hung up before it was answered")
         self.end(now_ns, f"refused ({message.reason.value}): {message.detail}")
+
+    def was_reset(self, message: control.WasReset) -> None:
+        """The model has begun anew; the call goes on."""
+        if self._journal is not None:
+            self._journal.restarted(message.frame_index, message.prompt)
 
     def gone(self, message: control.Gone, now_ns: int) -> None:
         """The box has ended the session, because we wanted it to or not."""
@@ -354,7 +320,7 @@ class Call:
             clipped_samples=0 if recording is None else recording.clipped_samples,
             unknown_tokens=self._transcript.unknown_ids,
             round_trip_ms=None if round_trip_ns is None else round_trip_ns / NS_PER_MS,
-            captured_to_in_hand_ms=_span_ms(self._in_hand_ns),
+            captured_to_in_hand_ms=span_ms(self._in_hand_ns),
         )
 
     # --- the two directions
@@ -368,6 +334,7 @@ class Call:
             samples=self._samples,
             rate_hz=self._rate_hz,
             settings=self.plan.settings,
+            prompt=message.prompt,
         )
         return JournalWriter(self._out / f"{self.plan.stem}{SUFFIX}", head)
 
@@ -489,10 +456,3 @@ class Call:
 def _words(name: str) -> str:
     """A file's name as text: its bytes need not be UTF-8, and what is sent and written must."""
     return os.fsencode(name).decode("utf-8", "replace")
-
-
-def _span_ms(times_ns: list[int]) -> Span | None:
-    if not times_ns:
-        return None
-    ms = [round(time_ns / NS_PER_MS, 3) for time_ns in times_ns]
-    return Span(min(ms), round(statistics.median(ms), 3), max(ms))

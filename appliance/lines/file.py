@@ -227,6 +227,8 @@ class FileLine:
                 call.refused(message, now_ns)
             case control.Gone() as message:
                 call.gone(message, now_ns)
+            case control.WasReset() as message:
+                call.was_reset(message)
             case Lost() as lost:
                 call.end(now_ns, lost.why)
 

@@ -9,9 +9,9 @@ import pytest
 
 from appliance import control
 from appliance.control import ControlClient
+from appliance.seat import Depart, ToTick
 from appliance.session import Event, SessionId
 from appliance.switchboard import MOST_LINES
-from appliance.tick_loop import Arrive, Depart
 from tests.appliance.test_box import DEADLINE_S, Line, Running
 
 
@@ -63,8 +63,8 @@ def test_refusals_by_the_thousand_are_counted_and_logged_seldom(
 def test_a_flood_of_goodbyes_reaches_the_tick_thread_as_one(running: Running) -> None:
     sent: list[Depart] = []
 
-    class Inbox(deque[Arrive | Depart]):
-        def append(self, message: Arrive | Depart) -> None:
+    class Inbox(deque[ToTick]):
+        def append(self, message: ToTick) -> None:
             if isinstance(message, Depart):
                 sent.append(message)
             super().append(message)

@@ -16,8 +16,8 @@ from appliance.frame_ring import DownlinkHeader, UplinkHeader
 from appliance.ledger import Flag, Settled, Why
 from appliance.ledger_writer import LedgerWriter
 from appliance.lines.playout import Playout
+from appliance.seat import Left
 from appliance.session import Event, SessionId
-from appliance.tick_loop import Left
 from tests.appliance.test_ledger import header
 from tests.fakes import FakeCaller, FakeClock, FakeExecutor, make_bundle, make_loop
 

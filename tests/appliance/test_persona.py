@@ -1,7 +1,6 @@
 """From a request to a prompt: order, wrapping, allow-lists and refusals."""
 
 import importlib
-import re
 from pathlib import Path
 
 import msgspec
@@ -9,7 +8,9 @@ import numpy as np
 import pytest
 
 from appliance.admission import Reason, Refusal
+from appliance.config import PersonaConfig
 from appliance.persona import Personas, compose, quiet, wrapped
+from appliance.reception import Reception
 from engines import tensor_file
 from engines.bundle import Bundle, BundleError
 from engines.prefill import Prompt
@@ -145,15 +146,20 @@ def test_a_tokenizer_of_another_model_is_a_bad_bundle(bundle: Bundle) -> None:
         (VOICE, np.ones((4, 2), np.float32), "4 embeddings for 4 frames"),
     ],
 )
-def test_a_voice_that_does_not_fit_is_refused_with_its_file(
+def test_a_voice_that_does_not_fit_is_refused_with_its_file_in_the_log(
     bundle: Bundle,
     frames: np.ndarray,
     embedded: np.ndarray,
     says: str,
 ) -> None:
     write_voice(bundle.path, frames, embedded)
-    found = Personas(bundle).prepare("alto", "")
-    assert isinstance(found, Refusal)
-    assert re.search(says, found.detail), found.detail
+    with pytest.raises(BundleError, match=says):
+        Personas(bundle).prepare("alto", "")
     bundle.file(SPEC.voices[0].file).write_bytes(b"junk")
-    assert "not a voice" in refusal(Personas(bundle).prepare("alto", ""))
+    with pytest.raises(BundleError, match="not a voice"):
+        Personas(bundle).prepare("alto", "")
+    # A caller is told so, and not where the box keeps its files.
+    reception = Reception(bundle, None, PersonaConfig(keep_mb=0))
+    found = reception.receive("alto", "", {}, 0)
+    assert isinstance(found, Refusal)
+    assert found.detail == "voice 'alto' cannot be read on the box; its log says why"

@@ -13,8 +13,8 @@ from appliance import priming
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import TickGrid
 from appliance.priming import CHUNKS, Costs, Job, Kind, Need, PrimingDesk, plan_piece
+from appliance.seat import Arrive, Depart, Left, Primed, Seat, WentLive
 from appliance.session import Event, SessionId
-from appliance.tick_loop import Arrive, Depart, Left, Primed, Seat, WentLive
 from engines.snapshot import Snapshot
 from tests.fakes import PERIOD_NS, FakeCaller, FakeClock, make_loop
 from tests.fakes_prompt import PromptedExecutor, make_prompted_bundle, prompt_of

@@ -22,8 +22,9 @@ from appliance.frame_ring import LAST, Outcome, Receipt, UplinkHeader
 from appliance.journal import Head, JournalWriter
 from appliance.ledger import Header, Why
 from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.seat import Arrive, Depart, Seat
 from appliance.session import Event, SessionId
-from appliance.tick_loop import Arrive, Depart, Seat, TickLoop, TickPolicy
+from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
 from engines.ort_executor import OrtExecutor
 from tests.fakes import FakeClock

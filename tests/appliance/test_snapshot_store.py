@@ -2,13 +2,19 @@
 
 import logging
 import os
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from appliance.snapshot_store import WAITING, SnapshotStore
 from engines import snapshot as snapshots
+from engines import tensor_file
 from engines.bundle import Manifest
 from engines.prefill import Prompt
 from engines.snapshot import Snapshot
@@ -23,7 +29,8 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 def filled(manifest: Manifest, prompt: Prompt) -> Snapshot:
-    found = snapshots.empty_snapshot(manifest, snapshots.prompt_age(prompt))
+    fed = (1, prompt.shared_rows - 1)
+    found = snapshots.empty_snapshot(manifest, snapshots.prompt_age(prompt), fed)
     found.rings["prompt.ring"][...] = np.arange(prompt.shared_rows)[None, :, None]
     return found
 
@@ -41,6 +48,7 @@ def test_what_was_kept_is_found_by_a_later_box(manifest: Manifest, tmp_path: Pat
     np.testing.assert_array_equal(
         found.rings["prompt.ring"], filled(manifest, prompt).rings["prompt.ring"]
     )
+    assert found.fed == (1, 28)
     assert later.load(other) is None
     assert (later.hits, later.misses) == (1, 1)
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
@@ -137,8 +145,58 @@ def test_a_slow_disk_makes_nobody_wait(
     assert f"{WAITING} wait for the disk" in caplog.text
 
 
-def test_a_torn_file_of_a_killed_box_is_cleared_away(manifest: Manifest, tmp_path: Path) -> None:
+def test_a_torn_file_of_a_killed_box_is_cleared_away_and_one_that_is_being_written_is_not(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torn = tmp_path / "abc.snap.123.part"
     torn.write_bytes(b"half")
     SnapshotStore(tmp_path, manifest, LIMIT)
     assert not torn.exists()
+    encode, prompt = tensor_file.encode, prompt_of(9)
+
+    def encode_while_another_box_starts(*given: Any) -> Iterator[Any]:
+        for chunk in encode(*given):
+            SnapshotStore(tmp_path, manifest, LIMIT)
+            yield chunk
+
+    store = SnapshotStore(tmp_path, manifest, LIMIT)
+    monkeypatch.setattr(tensor_file, "encode", encode_while_another_box_starts)
+    store.write(filled(manifest, prompt))
+    assert store.load(prompt) is not None
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_one_that_does_not_say_how_it_was_fed_is_of_no_use_to_a_replay(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    prompt, store = prompt_of(9), SnapshotStore(tmp_path, manifest, LIMIT)
+    for fed in ((), (3, 4), (9, -1)):
+        store.write(replace(filled(manifest, prompt), fed=fed))
+        assert store.load(prompt) is None
+
+
+def test_a_disk_that_is_slow_to_read_holds_nobody_up_but_who_asked(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, read = prompt_of(9), snapshots.read
+    store = SnapshotStore(tmp_path, manifest, LIMIT)
+    store.write(filled(manifest, prompt))
+    turns, found = threading.Event(), queue.Queue[Snapshot | None]()
+
+    def read_when_told(path: Path, manifest: Manifest, age: snapshots.Age) -> Snapshot:
+        assert turns.wait(10)
+        return read(path, manifest, age)
+
+    monkeypatch.setattr(snapshots, "read", read_when_told)
+    store.start()
+    store.ask(prompt, found.put)
+    store.keep(filled(manifest, prompt_of(7)))
+    for _ in range(1000):
+        if len(list(tmp_path.glob("*.snap"))) == 2:  # what is written does not wait for it either
+            break
+        turns.wait(0.01)
+    assert found.empty()
+    turns.set()
+    assert found.get(timeout=10) is not None
+    store.stop()
+    assert len(list(tmp_path.glob("*.snap"))) == 2

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from appliance import frame_ring, tick_loop
 from appliance.clock import NS_PER_MS as MS
 from appliance.ledger import TICK_FIELDS, Flag
+from appliance.seat import Depart, Left, WentLive
 from appliance.session import Event, SessionId
-from appliance.tick_loop import Depart, Left, TickLoop, WentLive
+from appliance.tick_loop import TickLoop
 from tests.fakes import FakeCaller, FakeClock, FakeExecutor, make_bundle, make_loop
 
 Join = Callable[..., FakeCaller]

@@ -231,8 +231,8 @@ def test_a_kept_prompt_gives_the_same_call_bit_for_bit(
         executor = OrtExecutor(persona_bundle, 2)
         primer, heard = OrtPrimer(executor), []
         if kept is None:
-            feed(primer, 1, prompt, 16)
-            snapshot.write(path, manifest, snapshot.save(primer, manifest, 1, age))
+            fed = tuple(feed(primer, 1, prompt, 16))
+            snapshot.write(path, manifest, snapshot.save(primer, manifest, 1, age, fed))
         else:
             primer.clear(1)
             for piece in snapshot.pieces(manifest, age, 700):

@@ -16,7 +16,7 @@ import soundfile
 from appliance.admission import Reason
 from appliance.clock import NS_PER_MS
 from appliance.frame_ring import Outcome
-from appliance.lines.call import CallReport
+from appliance.lines.call_report import CallReport
 from appliance.lines.file import UsageError, add_arguments, plan_calls, run_calls
 from tests.fakes_line import PERIOD_NS, RATE_HZ, SAMPLES, FakeBox, Trouble
 
