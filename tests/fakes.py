@@ -153,13 +153,14 @@ def make_loop(
     catch_up_ns: int = 80 * MS,
     lag_limit_frames: int = 4,
     records: int = 4096,
+    unread_limit_frames: int = 2**31,
 ) -> TickLoop:
     """A tick loop whose tick 0 starts at time 0."""
     return TickLoop(
         executor=executor,
         clock=clock,
         grid=TickGrid(0, PERIOD_NS),
-        policy=TickPolicy(catch_up_ns, lag_limit_frames),
+        policy=TickPolicy(catch_up_ns, lag_limit_frames, unread_limit_frames),
         ring=RecordRing(records),
     )
 

@@ -6,8 +6,9 @@ Real time, as in `test_box`; the executor is a fake that knows what each slot wa
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,6 +30,8 @@ from appliance.config import (
 )
 from appliance.control import ControlClient
 from appliance.frame_ring import LAST, UplinkHeader
+from appliance.session import State
+from engines import snapshot as snapshots
 from engines import tensor_file
 from engines.bundle import Bundle
 from engines.tensor_file import Tensor
@@ -108,6 +111,13 @@ class Talking:
         gone = self.next()
         assert isinstance(gone, control.Gone), gone
         channel.close()
+
+    def wait_for(self, true: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if true():
+                return
+            self.never.wait(0.01)
+        raise AssertionError("it did not happen in time")
 
     def stop(self) -> None:
         self.client.close()
@@ -195,6 +205,85 @@ def test_a_persona_that_ticks_leave_no_time_for_is_refused_for_time(
     desk.guard_ns = 10_000_000
     talking.talk(talking.ask("alto", "Be kind"))
     talking.stop()
+
+
+def test_a_caller_who_leaves_while_its_persona_is_fed_frees_its_slot_at_once(
+    tmp_path: Path, socket: Path
+) -> None:
+    talking = Talking(tmp_path, socket)
+    desk = talking.box.loop.desk
+    assert desk is not None
+    guard_ns, desk.guard_ns = desk.guard_ns, 80_000_000  # a guard as long as the period
+    for request in range(1, 5):
+        talking.client.send(control.Join(request, "test", "x", {}, "alto", ""))
+    talking.wait_for(lambda: desk.counts.waiting == 4)
+    talking.client.send(control.Withdraw(99))  # of no newcomer: nothing
+    talking.client.send(control.Withdraw(2))
+    assert talking.next() == control.Refused(2, Reason.FAULT, "its line took it back")
+    assert desk.counts.waiting == 3
+    assert talking.box.switchboard.refusals[Reason.FAULT] == 0  # nobody was refused
+    talking.client.send(control.Join(7, "test", "y", {}))  # the slot is somebody else's
+    admitted = talking.next()
+    assert isinstance(admitted, control.Admitted)
+    talking.client.send(control.Withdraw(7))  # too late: it says Leave, or its last frame
+    desk.guard_ns = guard_ns
+    heard = [talking.next() for _ in range(3)]
+    assert {type(message) for message in heard} == {control.Admitted}
+    talking.client.send(control.Leave(admitted.session))
+    assert talking.next() == control.Gone(admitted.session, "left")
+    talking.stop()
+
+
+def test_nothing_waits_for_a_disk_that_is_slow_to_read_a_snapshot(
+    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, read = threading.Event(), snapshots.read
+
+    def read_when_told(*given: Any) -> snapshots.Snapshot:
+        assert turns.wait(DEADLINE_S)
+        return read(*given)
+
+    monkeypatch.setattr(snapshots, "read", read_when_told)
+    talking = Talking(tmp_path, socket)
+    talking.client.send(control.Join(50, "test", "x", {}, "alto", ""))
+    talking.client.send(control.Join(51, "test", "y", {}, "alto", ""))
+    talking.talk(talking.ask())  # another caller comes and goes meanwhile
+    talking.client.send(control.Withdraw(51))
+    assert talking.next() == control.Refused(51, Reason.FAULT, "its line took it back")
+    turns.set()
+    admitted = talking.next()
+    assert isinstance(admitted, control.Admitted)
+    assert admitted.request == 50
+    talking.talk(admitted)
+    talking.stop()
+
+
+def test_a_call_with_a_persona_is_reset_to_it(talking: Talking) -> None:
+    admitted = talking.ask("alto", "Be kind")
+    assert isinstance(admitted, control.Admitted)
+    assert admitted.prompt is not None
+    channel = Channel.attach(admitted.channel)
+    assert channel.uplink.put(UplinkHeader(0, 0, 1), np.zeros(1920, np.float32))
+    (call,) = talking.box.switchboard._calls.values()
+    talking.wait_for(lambda: call.session.state is State.LIVE)
+    (told,) = talking.executor.told.values()
+    talking.executor.told.clear()
+    talking.client.send(control.Reset(9, admitted.session))
+    said = talking.next()
+    assert isinstance(said, control.WasReset)
+    assert (said.request, said.session) == (9, admitted.session)
+    assert said.held >= 1
+    assert said.prompt is not None
+    assert said.prompt.key == admitted.prompt.key
+    assert sum(said.prompt.fed) == len(np.frombuffer(told, np.int64)) - 1
+    assert list(talking.executor.told.values()) == [told]
+    assert channel.uplink.put(UplinkHeader(1, LAST, 1), np.zeros(1920, np.float32))
+    assert isinstance(talking.next(), control.Gone)
+    channel.close()
+    (recorded,) = ledger.read_folder(talking.folder / "calls")
+    flags = recorded.ticks["flags"]
+    assert ((flags & ledger.Flag.PRIMING) > 0).sum() == said.held
+    assert np.flatnonzero(flags & ledger.Flag.RESET).tolist() == [said.frame_index]
 
 
 def test_a_line_that_vanishes_while_its_persona_is_fed_leaves_nothing(

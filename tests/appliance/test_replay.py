@@ -22,7 +22,7 @@ from appliance.frame_ring import LAST, Outcome, Receipt, UplinkHeader
 from appliance.journal import Head, JournalWriter
 from appliance.ledger import Header, Why
 from appliance.ledger_writer import LedgerWriter, RecordRing
-from appliance.seat import Arrive, Depart, Seat
+from appliance.seat import Arrive, Depart, Restart, Seat
 from appliance.session import Event, SessionId
 from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
@@ -132,6 +132,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             speak(second, nan=True)
         if tick == 25:  # slot 0 is left: the last row moves into it
             loop.inbox.append(Depart(first.seat.session, Event.LEAVE))
+        if tick == 35:
+            loop.inbox.append(Restart(second.seat.session, None))
         if tick == 40:
             loop.inbox.append(Depart(third.seat.session, Event.LEAVE))
         tick = loop.turn(tick)
@@ -177,7 +179,8 @@ def test_the_recorded_call_had_everything_in_it(made: Made) -> None:
     """Otherwise the test above would show less than it says."""
     ticks = ledger.read_call(made.call).ticks
     flags = ticks["flags"]
-    for flag in (ledger.Flag.MISSED, ledger.Flag.CONCEALED, ledger.Flag.BAD_INPUT):
+    some = ledger.Flag
+    for flag in (some.MISSED, some.RESET, some.CONCEALED, some.BAD_INPUT):
         assert ((flags & flag) > 0).any(), flag
     assert ticks["skipped"].sum() > 0
     assert set(ticks["batch"].tolist()) == {1, 2, 3}

@@ -316,6 +316,29 @@ def test_a_line_that_does_not_read_loses_its_own_frames(desk: Desk) -> None:
     assert unread["index"].tolist() == list(range(64, 70))
 
 
+def test_a_line_that_reads_nothing_for_too_long_is_taken_to_hang_and_its_call_ends(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path, unread_limit_frames=20)
+    hung, reader = desk.caller(), desk.caller()
+    for _ in range(64 + 10):
+        hung.speak()
+        reader.speak()
+        desk.tick()
+        reader.hear()
+    hung.hear()  # it was only slow: the count begins again
+    for _ in range(64 + 20):
+        reader.speak()
+        desk.tick()
+        reader.hear()
+    assert [news for news in desk.loop.outbox if isinstance(news, Left)] == []
+    desk.tick()
+    (left,) = [news for news in desk.loop.outbox if isinstance(news, Left)]
+    assert (left.session, left.event, left.due) == (hung.session, Event.TIMEOUT, 2 * 64 + 30)
+    assert (desk.loop.counts.hung, desk.loop.live) == (1, 1)
+    desk.close()
+
+
 def test_an_exception_of_the_executor_is_not_caught(desk: Desk) -> None:
     class StageFailed(RuntimeError):
         pass
