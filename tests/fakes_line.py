@@ -5,6 +5,7 @@ caller's frame k-1, frame 0 is silence and WARMING. What goes wrong is chosen by
 collects every receipt and checks nothing; tests do.
 """
 
+import contextlib
 import select
 import socket
 import threading
@@ -111,7 +112,9 @@ class FakeBox:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self.path))
         self._listener.listen()
+        self._peers: list[socket.socket] = []
         self._peer: socket.socket | None = None
+        """The one whose calls these are; others only watch."""
         self._stop = False
         self._thread = threading.Thread(target=self._run)
 
@@ -131,8 +134,8 @@ class FakeBox:
             session.channel.close()
             session.channel.unlink()
         self._listener.close()
-        if self._peer is not None:
-            self._peer.close()
+        for peer in self._peers:
+            peer.close()
         if self.failure is not None:
             raise self.failure
 
@@ -152,25 +155,39 @@ class FakeBox:
             self.failure = err
 
     def _talk(self) -> None:
-        peers = [self._listener] if self._peer is None else [self._peer]
-        for ready in select.select(peers, [], [], 0.001)[0]:
+        for ready in select.select([self._listener, *self._peers], [], [], 0.001)[0]:
             if ready is self._listener:
-                self._peer, _ = self._listener.accept()
-                self._peer.send(control.encode(self.welcome))
+                peer, _ = self._listener.accept()
+                self._peers.append(peer)
+                with contextlib.suppress(BrokenPipeError):  # it has gone again
+                    peer.send(control.encode(self.welcome))
                 continue
             raw = ready.recv(control.LIMIT_BYTES)
             if not raw:
                 ready.close()
-                self._peer = None
-                for session in self.sessions:
-                    session.gone = session.gone or "lost"
+                self._peers.remove(ready)
+                if ready is self._peer:
+                    self._peer = None
+                    for session in self.sessions:
+                        session.gone = session.gone or "lost"
                 return
             message = control.decode_to_box(raw)
             if isinstance(message, control.Join):
+                self._peer = ready
                 self._join(message)
+            elif isinstance(message, control.Status):
+                with contextlib.suppress(BrokenPipeError):
+                    ready.send(control.encode(self._report(message.request)))
             elif isinstance(message, control.Leave):
                 self.leaves.append(message)
                 self.sessions[message.session - 1].draining = "left"
+
+    def _report(self, request: int) -> control.Report:
+        live = sum(not session.gone for session in self.sessions)
+        forecast_ns = STEP_NS + 5 * NS_PER_MS
+        return control.Report(
+            *(request, True, False, 0, live, live, 99, 0, 0, 0, 0, 0), forecast_ns=forecast_ns
+        )
 
     def _send(self, message: control.FromBox) -> None:
         if self._peer is not None:
@@ -198,7 +215,8 @@ class FakeBox:
             session.draining = "fault"
             return
         if index == self.trouble.vanish_at and self._peer is not None:
-            self._peer.close()
+            for peer in self._peers:
+                peer.close()
             self._listener.close()
             self._stop = True
             return

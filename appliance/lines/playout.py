@@ -87,6 +87,20 @@ class Playout(Generic[Frame]):
         assert self.first_ns is not None, "no frame has arrived yet"
         return self.first_ns + frame_index * self.period_ns
 
+    @property
+    def next_arrived_ns(self) -> int | None:
+        """When the frame that is due next came; None: it is not in hand."""
+        held = self._held.get(self.next_index)
+        return None if held is None else held.arrived_ns
+
+    def postpone(self, by_ns: int) -> None:
+        """Move the whole timeline later, or earlier if negative. Only once a frame has arrived.
+
+        For a line that would rather play late once than substitute; it bounds how far it goes.
+        """
+        assert self.first_ns is not None, "no frame has arrived yet"
+        self.first_ns += by_ns
+
     def arrive(self, header: DownlinkHeader, frame: Frame, arrived_ns: int) -> Receipt | None:
         """Take a frame of the downlink; the receipt it earns at once, if any.
 

@@ -24,13 +24,17 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from appliance import control
-from appliance.clock import NS_PER_S, Clock
+from appliance.clock import NS_PER_MS, NS_PER_S, Clock
 from appliance.lines import wire
 from appliance.lines.boxes import Boxes, Lost, News
 from appliance.lines.limits import Bucket
 from appliance.lines.transcript import PiecesError, read_pieces
+from appliance.lines.web_box import BoxFeed, ways
 from appliance.lines.web_call import WebCall
 from appliance.lines.web_figures import Figures
+from appliance.lines.web_pace import TickTimes
+from appliance.lines.web_pages import Pages
+from appliance.lines.web_voice import SUBPROTOCOLS
 from appliance.lines.wire import Ending, Model, WishError
 from appliance.log import Seldom
 from engines import bundle as bundles
@@ -62,6 +66,9 @@ STOP_NS = 15 * NS_PER_S
 """Longest from `stop` to the end: `web_call.SETTLE_NS`, and a box that has yet to answer a Join."""
 
 CONNECTS_PER_S, CONNECTS_BURST = 20, 200
+
+MEMORY_POINTS = 32
+"""Of the curve of a session's memory by its age, from its beginning to full retention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,8 @@ class WebServer:
         self._stop_ns: int | None = None
         self._turned_away = Seldom(logger, logging.INFO)
         self._ended = Seldom(logger, logging.INFO)
+        self._feed = BoxFeed(options.socket, self._hear_report)
+        self._refusals: Counter[str] = Counter()
         self._use(boxes, *self._facts(boxes.welcome))
 
     def app(self) -> web.Application:
@@ -123,10 +132,23 @@ class WebServer:
         app = web.Application(client_max_size=1024)
         app.router.add_get("/api/chat", self.chat)
         app.router.add_get("/api/line", self.line)
-        app.router.add_get("/", self.root)
+        app.router.add_get("/api/model", self.model)
+        app.router.add_get("/api/live", self.live)
+        Pages().add_to(app, root=self._options.static is None)
         if self._options.static is not None:
+            app.router.add_get("/", self.root)
             app.router.add_static("/", self._options.static)
+        app.on_startup.append(self._start_feed)
+        app.on_cleanup.append(self._stop_feed)
         return app
+
+    async def _start_feed(self, app: web.Application) -> None:
+        self._feeding = asyncio.create_task(self._feed.run())
+
+    async def _stop_feed(self, app: web.Application) -> None:
+        self._feeding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._feeding
 
     # --- the clock
 
@@ -200,6 +222,7 @@ class WebServer:
         self._model = model
         self._pieces = pieces
         self._welcome = boxes.welcome
+        self._times = TickTimes(boxes.welcome.period_ns)
 
     def _hear(self, news: News) -> None:
         client = self._clients.get(news.call)
@@ -211,6 +234,7 @@ class WebServer:
                 call.admitted(message, now_ns, news.t0_ns)
                 logger.info("call %d admitted: session=%d", call.number, call.session)
             case control.Refused() as message:
+                self._refusals[message.reason.value] += 1
                 call.refused(message, now_ns)
             case control.Gone() as message:
                 call.gone(message, now_ns)
@@ -243,18 +267,59 @@ class WebServer:
     # --- HTTP
 
     async def root(self, request: web.Request) -> web.StreamResponse:
-        """The page's index, or where to find the socket."""
-        if self._options.static is not None:
-            return web.FileResponse(self._options.static / "index.html")
-        return web.Response(text="duplexbox: a Moshi server; the websocket is at /api/chat\n")
+        """The index of the operator's own page."""
+        assert self._options.static is not None
+        return web.FileResponse(self._options.static / "index.html")
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """What a page must know before it calls, as JSON."""
+        if (refusal := self._refuse_http(request)) is not None:
+            return refusal
+        turned = self._turn_away()
+        return _json(
+            {
+                "model": self._welcome.model,
+                "notice": self._welcome.notice,
+                "period_ms": self._welcome.period_ns / NS_PER_MS,
+                "voices": self._model.voices,
+                "persona": self._model.takes_persona,
+                "bounds": self._model.bounds,
+                "trouble": turned[0].reason(turned[1]) if turned is not None else "",
+                "open": len(self._clients),
+                "most": self._options.most,
+            }
+        )
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        """How the boxes are, once a second, for the box page."""
+        if (refusal := self._refuse_http(request)) is not None:
+            return refusal
+        answer: web.StreamResponse = await self._feed.stream(request, self._about_line)
+        return answer
+
+    def _about_line(self) -> dict[str, object]:
+        return {
+            "model": self._welcome.model,
+            "notice": self._welcome.notice,
+            "memory": self._model.memory,
+            "connections": len(self._clients),
+            "most": self._options.most,
+            "ways": ways([client.call.figures() for client in self._clients.values()]),
+            "refused": dict(self._refusals),
+        }
+
+    def _hear_report(self, report: control.Report) -> None:
+        if report.forecast_ns:
+            self._times.forecast_ns = report.forecast_ns
 
     async def line(self, request: web.Request) -> web.StreamResponse:
         """The figures of all calls, as JSON."""
         if (refusal := self._refuse_http(request)) is not None:
             return refusal
         figures: list[Figures] = [client.call.figures() for client in self._clients.values()]
-        body = {"model": self._welcome.model, "box": self._boxes is not None, "calls": figures}
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+        return _json(
+            {"model": self._welcome.model, "box": self._boxes is not None, "calls": figures}
+        )
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """One call, from the upgrade to the close."""
@@ -274,6 +339,7 @@ class WebServer:
             max_msg_size=LONGEST_MESSAGE_BYTES,
             compress=False,  # Opus does not get smaller
             timeout=CLOSE_NS / NS_PER_S,
+            protocols=SUBPROTOCOLS,
         )
         self._addresses[address] += 1
         try:
@@ -294,10 +360,20 @@ class WebServer:
         except WishError as err:
             turned = turned or (Ending.RULES, str(err))
         if turned is not None:
+            self._refusals[turned[0].value[1]] += 1
             await _refuse(ws, *turned)
             return
         self._numbers += 1
-        call = WebCall(self._numbers, wish, address, self._welcome, self._pieces, now_ns)
+        call = WebCall(
+            self._numbers,
+            wish,
+            address,
+            self._welcome,
+            self._pieces,
+            now_ns,
+            ws.ws_protocol or "",
+            self._times,
+        )
         client = self._clients[call.number] = _Client(call, request)
         self._wake.set()
         writer = asyncio.create_task(self._write(ws, client))
@@ -371,7 +447,19 @@ def read_facts(welcome: control.Welcome) -> tuple[Model, list[str]]:
     """What callers may choose, and the text pieces. Raises `BundleError`, `PiecesError`."""
     manifest = bundles.read(Path(welcome.bundle), hashes=False).manifest
     bounds = {region.name: region.bounds for region in manifest.regions if region.bounds}
-    return Model(bounds, welcome.voices, welcome.takes_persona), read_pieces(welcome.pieces)
+    full = manifest.ticks_until_full()
+    ages = sorted({round(full * part / MEMORY_POINTS) for part in range(MEMORY_POINTS + 1)})
+    memory = tuple((age, manifest.session_bytes(age)) for age in ages)
+    model = Model(bounds, welcome.voices, welcome.takes_persona, memory)
+    return model, read_pieces(welcome.pieces)
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body),
+        content_type="application/json",
+        headers={"Cache-Control": "no-store"},
+    )
 
 
 def _busy(status: int, why: str) -> web.Response:

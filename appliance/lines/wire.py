@@ -146,6 +146,8 @@ class Model:
     """Of each setting, by name."""
     voices: tuple[str, ...] = ()
     takes_persona: bool = False
+    memory: tuple[tuple[int, int], ...] = ()
+    """What a session's state owns by its age: (ticks, bytes)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from appliance import control
 from appliance.admission import Reason
+from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
-from appliance.frame_ring import CONCEALED, GENERATED, Channel, DownlinkHeader, Outcome
-from appliance.lines import web_call
+from appliance.frame_ring import CONCEALED, GENERATED, DownlinkHeader, Outcome
+from appliance.lines import web_call, web_pace
 from appliance.lines.ogg import PageSplitter
 from appliance.lines.opus import OpusIn, OpusOut
 from appliance.lines.web_call import State, WebCall
@@ -191,7 +192,7 @@ def test_frames_leave_at_their_deadlines_whenever_they_were_made(sim: Sim) -> No
     sim.run(20_000)
     at_ms = sim.audio_ms()
     assert set(np.diff(at_ms)) == {PERIOD_MS}
-    assert (at_ms[0] - T0_MS - web_call.GUARD_NS // MS) % PERIOD_MS == 0
+    assert (at_ms[0] - T0_MS - web_pace.GUARD_NS // MS) % PERIOD_MS == 0
     page = PageBuffer()
     for ms in at_ms:
         page.arrive(80, ms)
@@ -412,9 +413,9 @@ def test_the_parts_of_the_way_add_up(sim: Sim) -> None:
     assert figures.arrived_to_sent is not None
     assert figures.tick_to_made.p50_ms == 5
     assert figures.made_to_sent.p50_ms == 85  # the rest of the tick, and the guard
-    # A page of 40 ms and 20 to spare, the lead of 20; then the box and the way out.
-    assert figures.arrived_to_tick.p50_ms == pytest.approx(80, abs=8)
-    assert figures.arrived_to_sent.p50_ms == pytest.approx(170, abs=8)
+    # A page of 40 ms and 10 to spare, the lead of 8; then the box and the way out.
+    assert figures.arrived_to_tick.p50_ms == pytest.approx(58, abs=8)
+    assert figures.arrived_to_sent.p50_ms == pytest.approx(148, abs=8)
     assert (figures.short, figures.overslept, figures.filled, figures.late) == (0, 0, 0, 0)
 
 

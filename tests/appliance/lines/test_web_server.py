@@ -24,6 +24,7 @@ import sphn
 from aiohttp import ClientSession, WSServerHandshakeError
 from numpy.typing import NDArray
 
+from appliance.frame_ring import Outcome
 from tests.appliance.test_box import ROOT, Running, socket_path
 from tests.fakes_line import FakeBox
 from tests.web_clients import Heard, PageBuffer, call
@@ -82,7 +83,11 @@ def echo(tmp_path: Path) -> Iterator[FakeBox]:
     with FakeBox(tmp_path) as box:
         yield box
     for session in box.sessions:
+        heard = session.outcomes()
+        # A frame this busy machine made too late has two receipts: silence, and then itself.
+        too_late = sorted(set(heard[Outcome.FILLED]) & set(heard[Outcome.DISCARDED]))
         fates = Counter(r.frame_index for r in session.receipts)
+        fates.subtract(too_late)
         assert fates == dict.fromkeys(range(session.frame_index), 1)
         assert session.gone == "left"
 
