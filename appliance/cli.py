@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_websocket_arguments(websocket)
     websocket.set_defaults(run=run_websocket)
 
+    talk = verbs.add_parser("talk", help="with this machine's microphone and loudspeaker")
+    _add_talk_arguments(talk)
+    talk.set_defaults(run=run_talk)
+
     status = verbs.add_parser("status", help="how a running box is, and whom it would still admit")
     status.add_argument(
         "--socket", type=Path, required=True, help="of the box, or a folder of many"
@@ -177,6 +181,18 @@ def run_websocket(args: argparse.Namespace) -> int:
     from appliance.lines import websocket
 
     return websocket.run_websocket(args)
+
+
+def _add_talk_arguments(parser: argparse.ArgumentParser) -> None:
+    from appliance.lines import local
+
+    local.add_arguments(parser)
+
+
+def run_talk(args: argparse.Namespace) -> int:
+    from appliance.lines import local
+
+    return local.run_talk(args)
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ process has ended or is told to. It does not know what the callers do or what th
 the command says it, and whoever made the command reads the result.
 """
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class LineProcess:
-    """One run of ``command``; what it prints goes into ``log``.
+    """One run of ``command``; what it prints goes into ``log``, or None: it has the terminal.
 
     progress: called a few times a second from the thread, with the seconds since the box's tick 0
     and what its loop has counted.
@@ -40,9 +41,19 @@ class LineProcess:
         self._progress = progress
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="line-process")
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self._thread.start()
+
+    def hang_up(self) -> None:
+        """Tell the process to say goodbye (SIGTERM); the box drains once it has. From a signal
+        handler too; before the process exists the box drains at once."""
+        if self._process is None:
+            self._stop.set()
+            self._box.drain()
+        elif self._process.poll() is None:
+            self._process.terminate()
 
     def stop(self) -> None:
         self._stop.set()
@@ -56,12 +67,13 @@ class LineProcess:
             # The checkout, or wherever this package lies: the child must run the same duplexbox.
             paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-            with self._log.open("wb") as log:
-                process = subprocess.Popen(
+            with contextlib.ExitStack() as stack:
+                log = None if self._log is None else stack.enter_context(self._log.open("wb"))
+                self._process = process = subprocess.Popen(
                     self._command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=None if log is None else subprocess.DEVNULL,
                     stdout=log,
-                    stderr=subprocess.STDOUT,
+                    stderr=None if log is None else subprocess.STDOUT,
                     env=env,
                 )
                 try:

@@ -65,16 +65,22 @@ class Intake:
         period_ns: int,
         spare_ns: int = SPARE_NS,
         steer: Callable[[int], float] | None = None,
+        cut_ns: int = CUT_NS,
+        keep_ns: int | None = None,
     ) -> None:
         """samples: of a frame. Nothing is taken before the first audio has come.
 
         steer: how many ppm for a spare that is too large by so many ns; None: `proportional`.
+        cut_ns: what may wait beyond a frame without being cut; keep_ns: what a cut leaves of it,
+        by default what a page of half a frame would.
         """
         self.samples = samples
         self.rate_hz = rate_hz
         self.period_ns = period_ns
         self.spare_ns = spare_ns
         self._ppm_for = steer or proportional
+        self._cut_ns = cut_ns
+        self._keep = samples // 2 if keep_ns is None else keep_ns * rate_hz // NS_PER_S
         self.started = False
         """A frame has been taken: from now on a missing one is missed."""
         self.short = 0
@@ -171,11 +177,9 @@ class Intake:
         if len(self._left) < CUT_TAKES:
             return
         least = min(self._left)
-        if least * NS_PER_S <= CUT_NS * self.rate_hz:
+        if least * NS_PER_S <= self._cut_ns * self.rate_hz:
             return
-        # What remains is what a page of half a frame would leave; the steering does the rest.
-        keep = self.samples // 2
-        drop = least - keep
+        drop = least - self._keep  # the steering does the rest
         fade = min(FADE_SAMPLES, self._held.size - drop)
         rise = np.linspace(0.0, 1.0, fade, dtype=np.float32)
         rest = self._held[drop:].copy()
