@@ -204,6 +204,7 @@ def _ticks(calls: Sequence[Call]) -> TickReport:
     for t0_ns in sorted({call.header.t0_ns for call in calls}):
         mine = [call for call in calls if call.header.t0_ns == t0_ns]
         records = np.concatenate([call.ticks for call in mine])
+        records = records[(records["flags"] & Flag.PRIMING) == 0]  # that session took no tick
         if not len(records):
             continue
         numbers, which = np.unique(records["tick"], return_inverse=True)
