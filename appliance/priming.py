@@ -176,6 +176,8 @@ class PrimingDesk:
     def drop(self, job: Job) -> None:
         """The session is over before it began."""
         self._parked.remove(job)
+        if job.slot >= 0:
+            self._primer.leave(job.slot)
         job.slot = -1
         self._count()
 

@@ -83,7 +83,8 @@ class Arena:
         self.places = list(range(layout.slots))
         """By slot: where its rows lie; slot i in place i for ever unless the layout has places."""
         self._ages: list[int | None] = [None] * layout.slots
-        self._parked: set[int] = set()
+        self._parked: dict[int, int] = {}
+        """Slot beyond the batch -> ticks it has memory for."""
         self._grows_at = [NEVER] * layout.slots
         self._live = 0
         none = range(0)
@@ -120,7 +121,7 @@ class Arena:
 
     def begin(self, slot: int, ticks: int = 0) -> None:
         """A session begins in ``slot``, ``ticks`` ticks old; its rows are zero (or poison)."""
-        self._parked.discard(slot)
+        self._parked.pop(slot, None)
         self._ages[slot] = ticks
         place = self.places[slot]
         self._wipe(place)
@@ -151,7 +152,7 @@ class Arena:
                         start + source * family.slot_bytes,
                         nbytes,
                     )
-        self._parked.discard(target)
+        self._parked.pop(target, None)
         self._ages[source] = None
         self._grows_at[source] = NEVER
 
@@ -160,8 +161,8 @@ class Arena:
 
         Nothing is wiped: whoever parks writes every row before it is read.
         """
-        assert self._ages[slot] is None, (slot, self._ages[slot])
-        self._parked.add(slot)
+        self._ages[slot], self._grows_at[slot] = None, NEVER
+        self._parked[slot] = ticks = max(ticks, self._parked.get(slot, 0))
         place = self.places[slot]
         for index, family in enumerate(self.layout.families):
             self._set_held(index, family, place, family.pages_at(place, ticks), ticks)
@@ -170,12 +171,12 @@ class Arena:
     def leave(self, slot: int) -> None:
         """Nobody is parked in ``slot`` any more; its pages go back in time."""
         if slot in self._parked:
-            self._parked.discard(slot)
+            self._parked.pop(slot, None)
             self._let_go(slot, 0)
 
     def seat(self, source: int, target: int, ticks: int) -> None:
         """The prompt parked in ``source`` is ``target``'s session, ``ticks`` ticks old."""
-        self._parked.discard(source)
+        self._parked.pop(source, None)
         self._ages[source] = ticks
         self._hold(source, ticks)
         if source != target:
@@ -215,8 +216,7 @@ class Arena:
         places = self.places
         places[one], places[other] = places[other], places[one]
         if other in self._parked:
-            self._parked.discard(other)
-            self._parked.add(one)
+            self._parked[one] = self._parked.pop(other)
 
     def _close_up(self, batch: int) -> None:
         """Hang up what lies beyond the batch, and prepare the slot after it."""

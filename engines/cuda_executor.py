@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
@@ -36,7 +36,7 @@ from engines.clocks import ClockKind
 from engines.cuda import CudaFailed, DevicePtr
 from engines.cuda_memory import HostArray, OutOfPages, Range, page_bytes, write_ordered
 from engines.executor import check_setting
-from engines.gpu import NotReady, check_fits, hold_gpu
+from engines.gpu import NotReady, check_fits, check_room, hold_gpu
 from engines.gpu import open_gpu as open_gpu  # also for `tensorrt_executor`
 from engines.kernel_stages import KernelStages, plan_kernels
 from engines.kernels.tick import NoiseCall, Row, TickKernels, fill_bytes, table_bytes
@@ -45,6 +45,9 @@ from engines.ort_executor import STORAGE, StageFailed, check_ports
 from engines.program import Buffer, Step, plan_program
 from engines.ring_launch import RingLauncher
 from engines.tick_graph import Part, TickGraphs, run_eagerly
+
+if TYPE_CHECKING:
+    from engines.cuda_prefill import CudaPrimer
 
 PROVIDER = "CUDAExecutionProvider"
 MEMORY = "cuda"
@@ -351,9 +354,9 @@ class CudaExecutor:
     ) -> Iterator[tuple[DevicePtr, int]]:
         """(address, bytes) of the rows from ``first`` on that a session of ``ticks`` ticks has."""
         count = self._regions[name].clock.valid_rows(ticks) - first
-        return self._row_spans(name, slot, first, count)
+        return self.row_spans(name, slot, first, count)
 
-    def _row_spans(
+    def row_spans(
         self, name: str, slot: int, first: int, count: int
     ) -> Iterator[tuple[DevicePtr, int]]:
         """(address, bytes) of rows of one session's ring, whatever way it lies."""
@@ -365,14 +368,56 @@ class CudaExecutor:
                 yield DevicePtr(self._range.base + offset), nbytes
             return
         row_bytes = region.whole_bytes // region.clock.retain
-        start = self._address(Buffer(name, 0), lies_at) + first * row_bytes
-        yield DevicePtr(start), count * row_bytes
+        yield DevicePtr(self.whole_row(name, slot) + first * row_bytes), count * row_bytes
+
+    def whole_row(self, name: str, slot: int) -> DevicePtr:
+        """Where one session's part of a region lies that is whole from the start."""
+        lies_at = self.arena.places[slot] if name in self.layout.placed else slot
+        return self._address(Buffer(name, 0), lies_at)
+
+    def park(self, slot: int, ticks: int) -> None:
+        """Have memory for a prompt of ``ticks`` rows in ``slot``, which no tick steps."""
+        self._enter()
+        self.arena.park(slot, ticks)
+
+    def seat(self, source: int, target: int, ticks: int) -> None:
+        """Rings parked in ``source`` become ``target``'s; the rest of its state begins anew."""
+        self._enter()
+        self.arena.seat(source, target, ticks)
+        if source != target:
+            self._kernels.move(self._all_rows, self._all_count, source, target, self.stream)
+            self._tell_places()
+        self._kernels.reset(self._fresh_rows, self._fresh_count, target, self.stream)
+
+    def primer(self) -> "CudaPrimer":
+        """See `executor.Primes.primer`. Raises `NotReady` if the GPU has no room for it."""
+        from engines.cuda_prefill import CudaPrimer, prompt_bytes  # it is built on this file
+
+        self._enter()
+        spec = self.bundle.manifest.prompt
+        if spec is not None:
+            needed = prompt_bytes(spec, self._regions, self._weights_bytes)
+            check_room(self.device, needed, "what feeds prompts")
+        return CudaPrimer(self)
+
+    def load(self, stage: StageSpec) -> ort.InferenceSession:
+        """A session of one graph on this GPU. Raises `BundleError`."""
+        return self._load(stage)
+
+    def room(self, nbytes: int) -> DevicePtr:
+        """Device memory full of zeros, given back by `close`."""
+        pointer = cuda.allocate(nbytes)
+        self._closing.callback(cuda.release, pointer)
+        cuda.fill_bytes(pointer, 0, nbytes)
+        self.device.synchronize()
+        return pointer
 
     def _tables(self) -> None:
         """Row tables on the device: all regions that lie whole, and those to copy back."""
         after = self._program.current[1]
         rows: list[Row] = []
         placed: list[Row] = []
+        fresh: list[Row] = []
         back: list[Row] = []
         for region in self._regions.values():
             if Buffer(region.name, 0) not in self.layout.whole:
@@ -386,11 +431,14 @@ class CudaExecutor:
                 fill_bytes(region.fill, STORAGE[region.dtype][0], region.dtype == "bfloat16"),
             )
             (placed if region.name in self.layout.placed else rows).append(row)
+            if not region.in_place:
+                fresh.append(row)
             if moved:
                 back.append(row)
         self._all_count, self._back_count, self._placed_count = len(rows), len(back), len(placed)
         self._all_rows, self._back_rows = self._table(rows), self._table(back)
         self._placed_rows = self._table(placed)
+        self._fresh_rows, self._fresh_count = self._table(fresh), len(fresh)
 
     def _table(self, rows: Sequence[Row]) -> DevicePtr:
         raw = table_bytes(rows) or bytes(32)

@@ -107,3 +107,14 @@ def check_fits(device: cuda.Device, layout: ArenaLayout, weights: int) -> None:
         f"{layout.full_bytes(layout.slots) / 1e9:.1f}, workspace {WORKSPACE_BYTES / 1e9:.1f}; "
         f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free{others}. {remedy}"
     )
+
+
+def check_room(device: cuda.Device, nbytes: int, what: str) -> None:
+    """Raise `NotReady` unless ``nbytes`` more are free."""
+    free = device.free_bytes
+    if nbytes > free:
+        raise NotReady(
+            f"{what} needs {nbytes / 1e9:.1f} GB more on {device.name} and {free / 1e9:.1f} of "
+            f"{device.total_bytes / 1e9:.1f} GB are free. Run fewer slots ([engine] slots), or "
+            f"use a larger GPU"
+        )

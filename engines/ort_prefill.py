@@ -1,25 +1,32 @@
-"""Feed prompts on ONNX Runtime's CPU provider, in slots of an `OrtExecutor` that no tick steps.
+"""Feed prompts on ONNX Runtime, in slots that no tick steps: `OrtPrimer` on the CPU.
 
 The rings of a slot are written where they lie, so what a prompt leaves is at once where the
 session will live; everything else of a session is small and double-buffered, changes buffers with
 every tick of the others, and is therefore kept by whoever asked (`prefill.Prompt` knows it) until
 `settle` writes all of it at once.
 
-Not here: how many rows when (the appliance), files (`snapshot`).
+`PromptGraphs` runs both stages wherever the rings are; `cuda_prefill` has them on a GPU. Not here:
+how many rows when (the appliance), files (`snapshot`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.bundle import NEXT, BundleError, PromptSpec, RegionSpec, StageSpec
+from engines.bundle import NEXT, Bundle, BundleError, PromptSpec, RegionSpec, StageSpec
 from engines.clocks import ClockKind
 from engines.executor import check_setting
 from engines.noise import gumbel
 from engines.ort_executor import STORAGE, OrtExecutor, StageFailed, load_stage
 from engines.prefill import Prompt, chunk_rows, tokens_after
+
+Load = Callable[[StageSpec], Any]
+"""A session of one stage."""
+
+Rings = Callable[[str, int], tuple[str, int, int]]
+"""Region and slot -> device, its ordinal, and the address of the slot's rows."""
 
 
 class OrtParking:
@@ -34,6 +41,9 @@ class OrtParking:
         for region in self._regions.values():
             if region.in_place:
                 self._executor.region(region.name)[slot] = region.fill
+
+    def leave(self, slot: int) -> None:
+        """See `prefill.Parking.leave`: here a slot's memory is the slot's for ever."""
 
     def settle(
         self,
@@ -72,18 +82,18 @@ class OrtParking:
         return (*[slice(None)] * axis, slice(first, first + rows))
 
 
-class OrtPrimer(OrtParking):
-    """`prefill.Primer` on the CPU. The executor's own thread uses it."""
+class PromptGraphs:
+    """Both stages of a bundle's prompt, whose rings lie where `Rings` says."""
 
-    def __init__(self, executor: OrtExecutor) -> None:
+    def __init__(self, bundle: Bundle, load: Load, rings: Rings) -> None:
         """Load both stages. Raises `BundleError` when the bundle's calls have no prompt."""
-        manifest = executor.bundle.manifest
+        manifest = bundle.manifest
         if manifest.prompt is None:
-            raise BundleError(f"{executor.bundle.path}: {manifest.model.name} takes no prompt")
-        super().__init__(executor)
+            raise BundleError(f"{bundle.path}: {manifest.model.name} takes no prompt")
         self.spec: PromptSpec = manifest.prompt
-        self._prefill = load_stage(executor.bundle, self.spec.prefill)
-        self._opening = load_stage(executor.bundle, self.spec.opening)
+        self._regions = {region.name: region for region in manifest.regions}
+        self._rings = rings
+        self._prefill, self._opening = load(self.spec.prefill), load(self.spec.opening)
         self._made = {
             tensor.name: np.zeros((1, *tensor.row_shape), STORAGE[tensor.dtype][0])
             for stage in (self.spec.prefill, self.spec.opening)
@@ -101,6 +111,11 @@ class OrtPrimer(OrtParking):
             if stage.builtin and self._noise.name in {t.name for t in stage.outputs}
             for tensor in stage.inputs
         )
+
+    @property
+    def retain(self) -> int:
+        """Rows of the rings a prompt is written into."""
+        return min(r.clock.retain for r in rings_of(self.spec, self._regions))
 
     def feed(self, slot: int, prompt: Prompt, first: int, rows: int) -> None:
         """See `prefill.Primer.feed`."""
@@ -126,9 +141,8 @@ class OrtPrimer(OrtParking):
     def open(
         self, slot: int, prompt: Prompt, settings: Mapping[str, float]
     ) -> dict[str, NDArray[Any]]:
-        """See `prefill.Primer.open`."""
+        """See `prefill.Primer.open`; the last row has been fed."""
         last, region = prompt.shared_rows, self._regions[self.spec.tokens]
-        self.feed(slot, prompt, last, 1)
         ring = tokens_after(self.spec, prompt.frames, prompt.rows, region.shape[1], region.fill)
         counted = np.array([prompt.rows], np.int64)
         noise = np.zeros((1, *self._noise.row_shape), np.float32)
@@ -147,29 +161,57 @@ class OrtPrimer(OrtParking):
         chosen = self._made[self.spec.tokens + NEXT]
         return {self.spec.tokens: chosen[0].copy(), self.spec.counter: counted[0]}
 
-    @property
-    def retain(self) -> int:
-        """Rows of the rings a prompt is written into."""
-        return min(r.clock.retain for r in rings_of(self.spec, self._regions))
-
     def _run(self, session: Any, stage: StageSpec, given: dict[str, Any], slot: int) -> None:
-        """One run of ``stage``: what is given by name, made by the stage before, or the slot's."""
+        """One run of ``stage``: what is given by name, made by the stage before, or a ring."""
         binding = session.io_binding()
         for tensor, bind in (
             *((t, binding.bind_input) for t in stage.inputs),
             *((t, binding.bind_output) for t in stage.outputs),
         ):
-            name = tensor.name
+            name, element = tensor.name, STORAGE[tensor.dtype][1]
             array = given.get(name, self._made.get(name))
             if array is None:
-                array = self._executor.region(name.removesuffix(NEXT))[slot : slot + 1]
+                region = self._regions[name.removesuffix(NEXT)]
+                device, ordinal, address = self._rings(region.name, slot)
+                bind(name, device, ordinal, element, (1, *region.shape), address)
+                continue
             array = np.ascontiguousarray(array)
             given[name] = array  # alive until the run is over
-            bind(name, "cpu", 0, STORAGE[tensor.dtype][1], array.shape, array.ctypes.data)
+            bind(name, "cpu", 0, element, array.shape, array.ctypes.data)
         try:
             session.run_with_iobinding(binding)
         except Exception as err:  # ONNX Runtime raises a dozen unrelated classes
             raise StageFailed(f"stage {stage.name} failed in slot {slot}: {err}") from err
+
+
+class OrtPrimer(OrtParking):
+    """`prefill.Primer` on the CPU. The executor's own thread uses it."""
+
+    def __init__(self, executor: OrtExecutor) -> None:
+        """Load both stages. Raises `BundleError` when the bundle's calls have no prompt."""
+        super().__init__(executor)
+        bundle = executor.bundle
+        self._graphs = PromptGraphs(bundle, lambda stage: load_stage(bundle, stage), self._ring)
+        self.spec = self._graphs.spec
+
+    @property
+    def retain(self) -> int:
+        """See `prefill.Primer.retain`."""
+        return self._graphs.retain
+
+    def feed(self, slot: int, prompt: Prompt, first: int, rows: int) -> None:
+        """See `prefill.Primer.feed`."""
+        self._graphs.feed(slot, prompt, first, rows)
+
+    def open(
+        self, slot: int, prompt: Prompt, settings: Mapping[str, float]
+    ) -> dict[str, NDArray[Any]]:
+        """See `prefill.Primer.open`."""
+        self._graphs.feed(slot, prompt, prompt.shared_rows, 1)
+        return self._graphs.open(slot, prompt, settings)
+
+    def _ring(self, name: str, slot: int) -> tuple[str, int, int]:
+        return "cpu", 0, self._executor.region(name)[slot : slot + 1].ctypes.data
 
 
 def rings_of(spec: PromptSpec, regions: Mapping[str, RegionSpec]) -> list[RegionSpec]:

@@ -114,6 +114,9 @@ class Parking(Protocol):
     def clear(self, slot: int) -> None:
         """Empty every in-place ring of ``slot``, whoever sat there before."""
 
+    def leave(self, slot: int) -> None:
+        """Nobody is prepared in ``slot`` any more: what it holds beside its rows may go."""
+
     def settle(
         self,
         source: int,

@@ -106,6 +106,9 @@ class PromptedExecutor(FakeExecutor):
     def clear(self, slot: int) -> None:
         self.ring[slot] = RING.fill
 
+    def leave(self, slot: int) -> None:
+        assert 0 <= slot < len(self.ring), slot
+
     def feed(self, slot: int, prompt: Prompt, first: int, rows: int) -> None:
         assert rows == chunk_rows(first, rows, rows, RETAIN)
         before = self.ring[slot, 0, :, 0]
