@@ -405,7 +405,7 @@ class WebCall:
         elif self.state is State.JOINING and not self._asked:
             self.state = State.OVER
         elif self.state is State.JOINING:
-            # Nothing can be said before the box has answered: it does not know a session yet.
+            self._to_box.append(control.Withdraw(self.number))
             self.state = State.LEAVING
             self._until_ns = max(self._until_ns, now_ns + SETTLE_NS)
 
