@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: out/talk-<time>")
     parser.add_argument("--muted", action="store_true", help="begin with a closed microphone")
     parser.add_argument(
-        "--no-echo-cancellation", action="store_true", help="for headphones; 8 ms less delay"
+        "--no-echo-cancellation", action="store_true", help="for headphones; 9 ms less delay"
     )
     parser.add_argument("--no-noise-suppression", action="store_true", help="6 ms less delay")
     parser.add_argument(

@@ -238,7 +238,9 @@ class Speaker:
         pcm = self._smooth(frame, after_silence=ran_dry)
         self.level.hear(pcm)
         if ran_dry:
-            self._pad(SPEAKER_SPARE_NS - max(self.spare_ns, 0))
+            # What the rate filter holds back at first is missing as well.
+            held_ns = 0 if self._has_begun else self._filter_ns
+            self._pad(SPEAKER_SPARE_NS - max(self.spare_ns, 0) + held_ns)
         else:
             self.drift.steer(surplus_ns)
             self._surplus_ns.append(surplus_ns)
