@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from export.models.operators import E4M3_MOST, INT8_MOST
+
 Names = str | tuple[str, ...]
 """Name of a result, or of each of several."""
 
@@ -239,6 +241,48 @@ def _ring_write(writer: Writer, node: Node) -> Names:
     return writer.emit("TensorScatter", *names, axis=2, mode="linear")
 
 
+def _to_int8(writer: Writer, node: Node) -> Names:
+    rounded = _one(writer.emit("Round", writer.name(node.args[0])))
+    limited = _limited(writer, rounded, INT8_MOST)
+    return writer.emit("Cast", limited, to=torch.int8)
+
+
+def _to_e4m3(writer: Writer, node: Node) -> Names:
+    """The code as a sum over the powers of two: how many steps of each lie below the value.
+
+    ONNX has float8, but not one executor's TensorScatter takes it, and no operator gives its bits.
+    """
+    limited = _limited(writer, writer.name(node.args[0]), E4M3_MOST)
+    size = _one(writer.emit("Abs", limited))
+    size = _one(writer.emit("Unsqueeze", size, writer.constant([-1])))
+    # Below 2^-5 steps are 2^-9, subnormals included; above they are an eighth of the power.
+    first = [0.0, *(2.0**power for power in range(-5, 9))]
+    after = [*first[1:], 2.0**9]
+    steps = [2.0**9, *(2.0 ** (3 - power) for power in range(-5, 9))]
+    low, high, per_unit = (writer.constant(x, torch.float32) for x in (first, after, steps))
+    inside = _one(writer.emit("Min", _one(writer.emit("Max", size, low)), high))
+    counted = _one(writer.emit("Mul", _one(writer.emit("Sub", inside, low)), per_unit))
+    # All of this is exact up to here, and every power's steps before it are an even number.
+    counted = _one(writer.emit("Round", counted))
+    code = _one(writer.emit("ReduceSum", counted, writer.constant([-1]), keepdims=0))
+    zero, sign = (writer.constant(value, torch.float32) for value in (0.0, 128.0))
+    is_negative = _one(writer.emit("Less", _one(writer.emit("Reciprocal", limited)), zero))
+    code = _one(writer.emit("Add", code, _one(writer.emit("Where", is_negative, sign, zero))))
+    return writer.emit("Cast", code, to=torch.uint8)
+
+
+def _of_e4m3(writer: Writer, node: Node) -> Names:
+    table = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    index = _one(writer.emit("Cast", writer.name(node.args[0]), to=torch.int32))
+    return writer.emit("Gather", writer.constant(table.tolist(), torch.float32), index, axis=0)
+
+
+def _limited(writer: Writer, name: str, most: float) -> str:
+    for op, limit in (("Max", -most), ("Min", most)):
+        name = _one(writer.emit(op, name, writer.constant(limit, torch.float32)))
+    return name
+
+
 def _attend(writer: Writer, node: Node) -> Names:
     *tensors, heads = node.args
     names = [writer.name(arg) for arg in tensors]
@@ -339,6 +383,9 @@ TABLE: dict[str, Lowering] = {
     "duplexbox.ring_write.default": _ring_write,
     "duplexbox.rms_norm.default": _rms_norm,
     "duplexbox.rotate.default": _rotate,
+    "duplexbox.of_e4m3.default": _of_e4m3,
     "duplexbox.split2.default": _split(2),
     "duplexbox.split3.default": _split(3),
+    "duplexbox.to_e4m3.default": _to_e4m3,
+    "duplexbox.to_int8.default": _to_int8,
 }

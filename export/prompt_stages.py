@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engines.bundle import NEXT, ROWS, Dtype, TensorSpec
+from export.caches import Caches, kept
 from export.models import prefill, tokens
 from export.models.config import ModelConfig
 from export.models.lm import LanguageModel
@@ -45,9 +46,16 @@ IDS, POSITION, EMBEDDED, IS_EMBEDDED = "ids", "position", "embedded", "is_embedd
 class Prefill(StageGraph):
     """Rows of one session's prompt through the temporal transformer."""
 
-    def __init__(self, config: ModelConfig, lm: LanguageModel, hidden: Dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        lm: LanguageModel,
+        hidden: Dtype,
+        caches: Caches | None = None,
+    ) -> None:
         c = config.lm
-        self.regions = list(lm.regions())
+        self.regions = [kept(ring, caches) for ring in lm.regions()]
+        self.coded = caches.every_coded() if caches else []
         rings = [(r.name, r.dtype, (1, *r.shape)) for r in self.regions]
         super().__init__(
             "temporal_prefill",
@@ -68,7 +76,13 @@ class Prefill(StageGraph):
 
     def run(self, named: State) -> State:
         hidden, text_logits, new = prefill.prefill(
-            self.lm, named[IDS], named[POSITION], named[EMBEDDED], named[IS_EMBEDDED], named
+            self.lm,
+            named[IDS],
+            named[POSITION],
+            named[EMBEDDED],
+            named[IS_EMBEDDED],
+            named,
+            self.coded,
         )
         return new | {HIDDEN: hidden, TEXT_LOGITS: text_logits}
 
@@ -109,10 +123,13 @@ class Opening(StageGraph):
 
 
 def prompt_graphs(
-    config: ModelConfig, lm: LanguageModel, hidden: Dtype = "float32"
+    config: ModelConfig,
+    lm: LanguageModel,
+    hidden: Dtype = "float32",
+    caches: Caches | None = None,
 ) -> tuple[Prefill, Opening]:
-    """The two graphs of a prompt, in order."""
-    return Prefill(config, lm, hidden), Opening(config, lm, hidden)
+    """The two graphs of a prompt, in order; caches: as in `stages.graphs_of`."""
+    return Prefill(config, lm, hidden, caches), Opening(config, lm, hidden)
 
 
 def forced_tick(

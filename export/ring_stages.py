@@ -27,10 +27,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engines.bundle import Dtype, RegionSpec, RingSpec, StageSpec, TensorSpec
-from engines.ring_stage import INPUTS, OUTPUTS
+from engines.bundle import Dtype, RegionSpec, RingSpec, StageSpec, TensorSpec, WeightSpec
+from engines.ring_stage import INPUTS, OUTPUTS, SCALES
+from export.caches import Caches, kept
 from export.mistake import Mistake
 from export.models import tokens
+from export.models.coded import Coded
 from export.models.config import ROPE_MAX_PERIOD, ModelConfig
 from export.models.lm import LanguageModel
 from export.models.mimi import CodecTransformer, Mimi
@@ -67,21 +69,40 @@ class Wires:
     attended: str
 
 
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Of 8-bit rings: where a stage finds its own in the bundle. A twin is handed them."""
+
+    coded: Coded | None = None
+    place: WeightSpec | None = None
+
+
 class RingStage(StageGraph):
     """One layer's attention: the built-in stage, computed here as its twin."""
 
     def __init__(
-        self, name: str, position: RegionSpec, rings: list[RegionSpec], heads: int, wires: Wires
+        self,
+        name: str,
+        position: RegionSpec,
+        rings: list[RegionSpec],
+        heads: int,
+        wires: Wires,
+        dtype: Dtype,
+        scales: Scales | None = None,
     ) -> None:
+        """dtype: of what comes in and goes out; scales: of rings of 8 bits."""
         k, _ = rings
         self.regions = [position, *rings]
         self.rows, self.heads = int(k.clock.rows_per_tick), heads
         self.retain, self.features = k.shape[1], k.shape[2]
-        self.wires = wires
+        self.wires, self.dtype, self.scales = wires, dtype, scales
+        inputs = [tensor(wires.qkv, dtype, self.rows * 3 * self.features), *read(self.regions)]
+        if scales is not None and scales.coded is None:
+            inputs += [TensorSpec(scale, "float32", (1, heads)) for scale in SCALES]
         super().__init__(
             name,
-            [tensor(wires.qkv, k.dtype, self.rows * 3 * self.features), *read(self.regions)],
-            [tensor(wires.attended, k.dtype, self.rows * self.features), *written(rings)],
+            inputs,
+            [tensor(wires.attended, dtype, self.rows * self.features), *written(rings)],
         )
         self.rope = Rope(self.features // heads)
 
@@ -95,6 +116,7 @@ class RingStage(StageGraph):
             retain=self.retain,
             rows=self.rows,
             max_period=ROPE_MAX_PERIOD,
+            scales=self.scales.place if self.scales else None,
         )
         return StageSpec(self.name, self.inputs, self.outputs, builtin="ring_attention", ring=ring)
 
@@ -103,12 +125,15 @@ class RingStage(StageGraph):
         qkv, position, *names = INPUTS
         counts, *rings = self.regions
         shape = f"{self.heads}x{self.features // self.heads}.{self.retain}+{self.rows}"
+        kind = f"{self.dtype}.{rings[0].dtype}" if self.scales else self.dtype
         return RingStage(
-            f"ring_attention.{rings[0].dtype}.{shape}",
+            f"ring_attention.{kind}.{shape}",
             _renamed(counts, position),
             [_renamed(ring, name) for ring, name in zip(rings, names, strict=True)],
             self.heads,
             Wires("", qkv, OUTPUTS[0]),
+            self.dtype,
+            Scales() if self.scales else None,
         )
 
     def run(self, named: State) -> State:
@@ -116,7 +141,11 @@ class RingStage(StageGraph):
         view = View(position, self.rows, k.shape[2], self.retain)
         qkv = named[self.wires.qkv].reshape(-1, 3 * self.features)
         y, new = Ring("ring", self.features, self.heads).attend(
-            qkv, view, self.rope(position, self.rows), {"ring.k": k, "ring.v": v}
+            qkv,
+            view,
+            self.rope(position, self.rows),
+            {"ring.k": k, "ring.v": v},
+            self._coded(named),
         )
         _, *rings = (region.name for region in self.regions)
         return {
@@ -124,6 +153,11 @@ class RingStage(StageGraph):
             rings[0]: new["ring.k"],
             rings[1]: new["ring.v"],
         }
+
+    def _coded(self, named: State) -> Coded | None:
+        if self.scales is None or self.scales.coded is not None:
+            return self.scales.coded if self.scales else None
+        return Coded(self.regions[1].dtype, *(named[scale] for scale in SCALES))
 
 
 class Piece(StageGraph):
@@ -319,9 +353,25 @@ class DecodePiece(Piece):
 
 
 def ring_graphs(
-    config: ModelConfig, mimi: Mimi, lm: LanguageModel, hidden: Dtype
+    config: ModelConfig,
+    mimi: Mimi,
+    lm: LanguageModel,
+    hidden: Dtype,
+    caches: Caches | None = None,
 ) -> tuple[StageGraph, ...]:
     """The stages of a tick, cut. Raises CannotCut."""
+    check_cut(config, hidden)
+    encoder, decoder = mimi.encoder_transformer, mimi.decoder_transformer
+    return (
+        *_cut("mimi_encode", encoder, [EncodePiece(config, mimi, i) for i in _pieces(encoder)]),
+        *_cut_temporal(config, lm, hidden, caches),
+        Depth(config, lm, hidden),
+        *_cut("mimi_decode", decoder, [DecodePiece(config, mimi, i) for i in _pieces(decoder)]),
+    )
+
+
+def check_cut(config: ModelConfig, hidden: Dtype) -> None:
+    """Raises CannotCut."""
     if hidden not in KERNEL_DTYPES:
         raise CannotCut(
             f"attention of our own computes in {' or '.join(KERNEL_DTYPES)}, not in {hidden}. "
@@ -332,19 +382,14 @@ def ring_graphs(
             f"--pin-persona {config.lm.pinned}: attention of our own turns the whole ring. "
             f"Leave it out, or choose --attention standard"
         )
-    encoder, decoder = mimi.encoder_transformer, mimi.decoder_transformer
-    return (
-        *_cut("mimi_encode", encoder, [EncodePiece(config, mimi, i) for i in _pieces(encoder)]),
-        *_cut_temporal(config, lm, hidden),
-        Depth(config, lm, hidden),
-        *_cut("mimi_decode", decoder, [DecodePiece(config, mimi, i) for i in _pieces(decoder)]),
-    )
 
 
-def _cut_temporal(config: ModelConfig, lm: LanguageModel, hidden: Dtype) -> list[StageGraph]:
+def _cut_temporal(
+    config: ModelConfig, lm: LanguageModel, hidden: Dtype, caches: Caches | None
+) -> list[StageGraph]:
     layers = gated_layers(lm)
     pieces = [TemporalPiece(config, lm, hidden, index) for index in range(len(layers) + 1)]
-    return _joined("temporal", counter(tokens.OFFSET, 1), layers, pieces)
+    return _joined("temporal", counter(tokens.OFFSET, 1), layers, pieces, caches)
 
 
 def _cut(stem: str, transformer: CodecTransformer, pieces: Sequence[Piece]) -> list[StageGraph]:
@@ -357,13 +402,17 @@ def _joined(
     position: RegionSpec,
     layers: Sequence[GatedLayer | CodecLayer],
     pieces: Sequence[Piece],
+    caches: Caches | None = None,
 ) -> list[StageGraph]:
     """Pieces and attentions in turn."""
     found: list[StageGraph] = [pieces[0]]
     for index, layer in enumerate(layers):
-        rings, heads = list(layer.self_attn.regions()), layer.self_attn.heads
+        attention = layer.self_attn
+        rings = [kept(ring, caches) for ring in attention.regions()]
         name, wires = f"{stem}_{index:02}_attention", wires_of(stem, index)
-        found += [RingStage(name, position, rings, heads, wires), pieces[index + 1]]
+        scales = Scales(caches.coded(index), caches.place(index)) if caches else None
+        stage = RingStage(name, position, rings, attention.heads, wires, attention.dtype, scales)
+        found += [stage, pieces[index + 1]]
     return found
 
 

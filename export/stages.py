@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from engines.bundle import NEXT, Dtype, RegionSpec, StageSpec, TensorSpec
 from engines.clocks import ClockKind, NativeClock
+from export.caches import Caches
 from export.models import tokens
 from export.models.config import ModelConfig
 from export.models.lm import LanguageModel
@@ -225,16 +226,19 @@ def graphs_of(
     lm: LanguageModel,
     hidden: Dtype = "float32",
     attention: Attention = "standard",
+    caches: Caches | None = None,
 ) -> tuple[StageGraph, ...]:
     """The stages of a tick that are the model's, in order: four, or many if cut at attention.
 
+    caches: of the language model if its rings have 8 bits; only where it is cut.
     Raises `ring_stages.CannotCut`.
     """
     assert config.lm.user_codebooks == config.mimi.codebooks_used == config.lm.depth_codebooks
     if attention == "ring":
         from export.ring_stages import ring_graphs  # it is built on this file
 
-        return ring_graphs(config, mimi, lm, hidden)
+        return ring_graphs(config, mimi, lm, hidden, caches)
+    assert caches is None, "rings of 8 bits are for a stage of our own"
     return (
         MimiEncode(config, mimi),
         Temporal(config, lm, hidden),

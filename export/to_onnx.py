@@ -49,6 +49,9 @@ ONNX_DTYPES = {
     torch.float16: TensorProto.FLOAT16,
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
     torch.bool: TensorProto.BOOL,
 }
 

@@ -15,6 +15,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+INT8_MOST = 127.0
+"""-128 has no counterpart above 0 and is not used."""
+E4M3_MOST = 448.0
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -95,6 +99,28 @@ def ring_write(ring: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """
     at = index.view(-1, 1, 1, 1) + torch.arange(rows.shape[2]).view(1, 1, -1, 1)
     return ring.scatter(2, at.expand_as(rows), rows)
+
+
+def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.empty_like(x, dtype=dtype)
+
+
+@_operator(_as(torch.int8))
+def to_int8(x: Tensor) -> Tensor:
+    """The nearest of -127 to 127 to float32 values, ties to even."""
+    return x.round().clamp(-INT8_MOST, INT8_MOST).to(torch.int8)
+
+
+@_operator(_as(torch.uint8))
+def to_e4m3(x: Tensor) -> Tensor:
+    """Bits of the nearest e4m3 to float32 values, ties to even, 448 at most."""
+    return x.clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@_operator(_as(torch.float32))
+def of_e4m3(bits: Tensor) -> Tensor:
+    """What bits of e4m3 stand for, in float32."""
+    return bits.view(torch.float8_e4m3fn).float()
 
 
 @_operator(_like_first)

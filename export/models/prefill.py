@@ -16,10 +16,13 @@ the model's own first choice; the others of that position were forced by the pro
 Not here: which tokens a prompt is made of (`export.prompt`), delays (`tokens`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from export.models import operators as op
+from export.models.coded import Coded
 from export.models.config import LmConfig
 from export.models.lm import Choose, LanguageModel
 from export.models.streaming import State
@@ -33,13 +36,14 @@ def prefill(
     embedded: Tensor,
     is_embedded: Tensor,
     state: State,
+    coded: Sequence[Coded] = (),
 ) -> tuple[Tensor, Tensor, State]:
     """Feed R rows of one session; ``state`` holds its rings, (1, 1, T, C) each.
 
     ids: (R, streams) int64, delays and initial ids already in place; position: (R,) int64,
     consecutive; embedded: (R, C), fed instead of the ids where is_embedded (R,) bool is set
-    (a packaged voice). Returns hidden (1, C) and text_logits (1, text_card) float32 of the last
-    row, and the rings.
+    (a packaged voice). coded: of rings of 8 bits, one per layer. Returns hidden (1, C) and
+    text_logits (1, text_card) float32 of the last row, and the rings.
     """
     x = torch.where(is_embedded.unsqueeze(-1), embedded, lm.embed(ids))
     capacity = state["temporal.layers.0.k"].shape[2]
@@ -48,20 +52,24 @@ def prefill(
     seen = seen.unsqueeze(0).unsqueeze(0)
     cosine, sine = (angle.transpose(0, 1) for angle in lm.rope(position, 1))
     new: State = {}
-    for layer in lm.transformer.layers:
+    for number, layer in enumerate(lm.transformer.layers):
         assert isinstance(layer, GatedLayer), layer
-        attention = layer.self_attn
+        attention, kept = layer.self_attn, coded[number] if coded else None
         query, key, value = op.split3(op.linear(layer.norm1(x), attention.in_proj_weight))
         query, key = (
-            op.rotate(y.float().unsqueeze(0), cosine, sine, attention.heads).to(x.dtype)
-            for y in (query, key)
+            op.rotate(y.float().unsqueeze(0), cosine, sine, attention.heads) for y in (query, key)
         )
+        key = key.to(x.dtype) if kept is None else kept.encode_k(key)
         k_name, v_name = f"{attention.region}.k", f"{attention.region}.v"
         new[k_name] = op.ring_write(state[k_name], key.unsqueeze(1), index)
         rows = value.unsqueeze(0).unsqueeze(0)
+        if kept is not None:
+            rows = kept.encode_v(rows.float())
         new[v_name] = op.ring_write(state[v_name], rows, index)
         k, v = new[k_name].squeeze(1), new[v_name].squeeze(1)
-        y = op.attend_seen(query, k, v, seen, attention.heads).squeeze(0)
+        if kept is not None:
+            k, v = kept.decode_k(k).to(x.dtype), kept.decode_v(v).to(x.dtype)
+        y = op.attend_seen(query.to(x.dtype), k, v, seen, attention.heads).squeeze(0)
         x = x + attention.out_proj(y)
         x = x + layer.gating(layer.norm2(x))
     hidden = lm.out_norm(x.select(0, -1).unsqueeze(0))

@@ -36,9 +36,12 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float8e4m3": torch.uint8,
     "int64": torch.int64,
+    "int8": torch.int8,
     "bool": torch.bool,
 }
+"""float8 as its bits, as `engines.ort_executor.STORAGE` has it."""
 
 
 class Streaming(nn.Module):

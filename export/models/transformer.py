@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from engines.bundle import Dtype, RegionSpec
 from engines.clocks import ClockKind, NativeClock, Order
 from export.models import operators as op
+from export.models.coded import Coded
 from export.models.config import ROPE_MAX_PERIOD
 from export.models.streaming import State, Streaming
 
@@ -139,26 +140,44 @@ class Ring:
     heads: int
 
     def attend(
-        self, qkv: Tensor, view: View, turn: tuple[Tensor, Tensor], state: State
+        self,
+        qkv: Tensor,
+        view: View,
+        turn: tuple[Tensor, Tensor],
+        state: State,
+        coded: Coded | None = None,
     ) -> tuple[Tensor, State]:
-        """qkv: (B*R, 3C), not yet rotated, R = view.rows. Returns (B*R, C) and the two rings."""
+        """qkv: (B*R, 3C), not yet rotated, R = view.rows. Returns (B*R, C) and the two rings.
+
+        coded: of rings of 8 bits; then everything between the rounding and the result is float32.
+        """
         rows, features = view.rows, self.features
         query, key, value = op.split3(qkv)
         query = self._turned(query, rows, turn)
         key = self._turned(key, rows, turn)
+        if coded is None:
+            query, key = query.to(qkv.dtype), key.to(qkv.dtype)
+        else:
+            key = coded.encode_k(key)
         k = op.ring_write(state[f"{self.region}.k"], key.unsqueeze(1), view.index)
         new_rows = value.view(-1, 1, rows, features)
+        if coded is not None:
+            new_rows = coded.encode_v(new_rows.float())
         v = op.ring_write(state[f"{self.region}.v"], new_rows, view.index)
+        keys, values = k.squeeze(1), v.squeeze(1)
+        if coded is not None:
+            keys, values = coded.decode_k(keys), coded.decode_v(values)
         if view.valid is not None:
-            y = op.attend_valid(query, k.squeeze(1), v.squeeze(1), view.valid, self.heads)
+            y = op.attend_valid(query, keys, values, view.valid, self.heads)
         else:
             assert view.seen is not None
-            y = op.attend_seen(query, k.squeeze(1), v.squeeze(1), view.seen, self.heads)
-        return y.view(-1, features), {f"{self.region}.k": k, f"{self.region}.v": v}
+            y = op.attend_seen(query, keys, values, view.seen, self.heads)
+        y = y.to(qkv.dtype).view(-1, features)
+        return y, {f"{self.region}.k": k, f"{self.region}.v": v}
 
     def _turned(self, x: Tensor, rows: int, turn: tuple[Tensor, Tensor]) -> Tensor:
         wide = x.view(-1, rows, self.features).float()
-        return op.rotate(wide, turn[0], turn[1], self.heads).to(x.dtype)
+        return op.rotate(wide, turn[0], turn[1], self.heads)
 
 
 class RingAttention(Streaming):
