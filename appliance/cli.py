@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_websocket_arguments(websocket)
     websocket.set_defaults(run=run_websocket)
 
+    sip = verbs.add_parser("sip", help="callers by telephone: a SIP account, a PBX or a trunk")
+    _add_sip_arguments(sip)
+    sip.set_defaults(run=run_sip)
+
     talk = verbs.add_parser("talk", help="with this machine's microphone and loudspeaker")
     _add_talk_arguments(talk)
     talk.set_defaults(run=run_talk)
@@ -193,6 +197,18 @@ def run_talk(args: argparse.Namespace) -> int:
     from appliance.lines import local
 
     return local.run_talk(args)
+
+
+def _add_sip_arguments(parser: argparse.ArgumentParser) -> None:
+    from appliance.lines import sip
+
+    sip.add_arguments(parser)
+
+
+def run_sip(args: argparse.Namespace) -> int:
+    from appliance.lines import sip
+
+    return sip.run_sip(args)
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from appliance.lines.sip_config import SipConfig
+
 EXIT_CONFIG = 78
 """EX_CONFIG of sysexits.h: systemd does not restart a unit that ends with it."""
 
@@ -30,7 +32,13 @@ class EngineConfig(_Table, frozen=True):
 
     bundle: Path
     slots: Annotated[int, Meta(ge=0)] = 0
-    """Sessions at once; 0: the bundle's largest batch."""
+    """Sessions at once; 0: the bundle's largest batch, or what of it fits into the GPU's memory."""
+    executor: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU if ONNX Runtime was built for one and the bundle fits; the log says which."""
+    gpu: Annotated[int, Meta(ge=0)] = 0
+    """Which one, as nvidia-smi counts them. One box per GPU."""
+    kernels: Path = Path("/var/lib/duplexbox/kernels")
+    """Where kernels compiled for this machine's GPU are kept; written at the first start."""
 
 
 class ClockConfig(_Table, frozen=True):
@@ -113,6 +121,20 @@ class PersonaConfig(_Table, frozen=True):
     """How long the margins of ticks may take to feed a newcomer's persona before it is refused."""
 
 
+class BesideConfig(_Table, frozen=True):
+    """A small model that hears every caller beside the voice, under a contract of its own."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    model: Literal["silero-vad", "akiki-vad"]
+    file: Path
+    """Its ONNX file, as it lies in its wheel."""
+    contract: Literal["hard", "freshness", "event"] = "hard"
+    """hard: a result for every period, in hand before the period ends. freshness: of the newest
+    input only. event: of every input. See `contracts`."""
+    bound_ms: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    """How long after its input a result is of use; 0: two of the model's periods. Not for hard."""
+
+
 class Config(_Table, frozen=True):
     """The whole file. Each module gets its own table, never this."""
 
@@ -122,6 +144,9 @@ class Config(_Table, frozen=True):
     ledger: LedgerConfig = LedgerConfig()
     admission: AdmissionConfig = AdmissionConfig()
     persona: PersonaConfig = PersonaConfig()
+    beside: tuple[BesideConfig, ...] = ()
+    sip: SipConfig | None = None
+    """None: no telephone line is wanted; `duplexbox appliance sip` says what it needs."""
 
 
 def load(path: Path) -> Config:
@@ -162,7 +187,10 @@ DEFAULT = """\
 
 [engine]
 bundle = "/var/lib/duplexbox/bundle"   # the folder that duplexbox export build wrote
-slots = 0                              # sessions at once; 0: the bundle's largest batch
+slots = 0                              # sessions at once; 0: the bundle's largest batch that fits
+executor = "auto"                      # "cpu", "cuda" (an NVIDIA GPU), or what there is
+gpu = 0                                # which one, as nvidia-smi counts; one box per GPU
+kernels = "/var/lib/duplexbox/kernels" # compiled for this machine's GPU at the first start
 
 [clock]
 catch_up_ms = 80        # after an overrun, run a tick if it ends within this after its deadline
@@ -196,5 +224,45 @@ calibrate_s = 3         # how long steps are timed at each start
 snapshots = "/var/lib/duplexbox/personas"   # what personas leave in the model, for the next caller
 keep_mb = 4096          # for all of them; 0: keep none
 within_s = 30           # how long the margins of ticks may take to feed a newcomer's persona
+
+# Small models that hear every caller beside the voice, each with a contract of its own; results are
+# in the ledger. Take the first # of each line away, and write it again for each model.
+#[[beside]]
+#name = "speech"              # what the ledger calls it
+#model = "silero-vad"         # or akiki-vad
+#file = "/var/lib/duplexbox/silero_vad.onnx"     # from the wheel of that name
+#contract = "hard"            # a result per period, in time; or freshness, event
+#bound_ms = 0                 # of freshness and event; 0: two of the model's periods
+
+# The telephone line: docs/telephone.md. Take the first # of each line away.
+#[sip]
+#listen = "10.0.0.5:5060"     # an address of this machine
+#allow = ["10.0.0.0/24"]      # who may send it anything: the PBX or trunk, and its media servers
+#open_to_everybody = false    # true: anybody; only behind a firewall that knows who may
+#most = 120                   # calls at once, if the box has room for as many
+#calls_per_s = 20             # new calls from one address
+#rtp_ports = [20000, 30000]   # for audio, two a call
+#jitter_ms = [20, 200]        # how long packets are held back, at least and at most
+#lead_ms = 40                 # what of the model's audio waits to be sent; 20 to 100
+#media_timeout_s = 30         # a call without any audio from the caller is ended
+#hold_s = 600                 # and one on hold
+#health = ""                  # ADDRESS:PORT where OPTIONS is 200 while there is room, else 503
+#tls_ca = "/etc/ssl/certs/ca-certificates.crt"   # whom we trust over TLS
+#records = "/var/lib/duplexbox/sip.sqlite"       # one row per call
+#hook = "/etc/duplexbox/sip-hook"                # started with JSON for what happens
+#[[sip.accounts]]
+#user = "bot"                 # sip:bot@...
+#domain = "pbx.example:5060"  # of the PBX or trunk; "" if it just sends calls here
+#register = true              # log in there
+#password_file = "/etc/duplexbox/bot.password"
+#auth_user = ""               # the name to log in with, if it is not user
+#transport = "udp"            # or tcp, tls
+#srtp = "off"                 # or optional, mandatory; with tls
+#codecs = ["opus", "g722", "pcma", "pcmu"]       # best first
+#persona = ""                 # who the model is for these callers
+#voice = ""
+#settings = {}                # such as { "sampling.temperature" = 0.7 }
+#max_s = 3600                 # a call is ended after this
+#digits = {}                  # such as { 0 = "sip:desk@pbx.example", "#" = "hang-up" }
 """
 """What ``duplexbox appliance init`` writes; a test holds it to the defaults above."""

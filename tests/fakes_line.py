@@ -186,7 +186,10 @@ class FakeBox:
         live = sum(not session.gone for session in self.sessions)
         forecast_ns = STEP_NS + 5 * NS_PER_MS
         return control.Report(
-            *(request, True, False, 0, live, live, 99, 0, 0, 0, 0, 0), forecast_ns=forecast_ns
+            *(request, True, False, 0, live, live, 99, 0, 0, 0, 0, 0),
+            sessions_free=0 if self.trouble.refuse else 99 - live,
+            limited_by=str(self.trouble.refuse or "lines"),
+            forecast_ns=forecast_ns,
         )
 
     def _send(self, message: control.FromBox) -> None:

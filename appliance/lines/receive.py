@@ -1,0 +1,367 @@
+"""From the audio of a telephone call to exactly one frame per tick. Pure: times are arguments.
+
+Decides what the model hears when a packet is lost, when the peer sends nothing, and how a clock
+that runs faster or slower than the box's is followed. Does not know sockets, codecs or resamplers:
+it is given samples at the model's rate as they come out of the stack, and says by how much they
+should be stretched (`ppm`).
+
+A SIP stack deletes lost audio: what follows moves up, and the call's timeline shrinks. Here every
+tick gets a frame of the full length:
+
+- A *hole* is where audio was due and did not come. Once it is clear that it was lost, what is
+  missing is put in its place, so that everything after it keeps its time.
+- A frame that is *short* at its tick is completed at its end; what comes late after all is heard
+  late, and the surplus is worked off by stretching.
+- What is put in repeats the last pitch periods for `REPEAT_NS`, fading out into *comfort noise* at
+  the level of the call's own background; noise alone once nothing has come for `GONE_NS`.
+
+How much waits is measured at each arrival as `spare`: how much later it could have come, if
+samples were taken one by one, as in `jitter`. Its smallest value of the last seconds is kept
+between two bounds around `SPARE_NS`; between them nothing is stretched, so that a clean line
+reaches the model sample by sample.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from appliance.clock import NS_PER_MS, NS_PER_S
+
+SPARE_NS = 8 * NS_PER_MS
+"""What a packet may be late by: the stack has smoothed the network's jitter already."""
+
+LATE_NS = 12 * NS_PER_MS
+"""A packet later than this against the ones before leaves a hole, if they came evenly; three times
+what they were off by more if they did not."""
+
+GONE_NS = 400 * NS_PER_MS
+"""Nothing for so long is no loss: the peer is silent or on hold; what comes next begins anew."""
+
+REPEAT_NS = 60 * NS_PER_MS
+"""How long lost speech is repeated, fading; beyond that repeating is heard as a buzz."""
+
+WINDOW_TAKES = 64
+"""How long an arrival counts: 5 s at 80 ms."""
+
+BAND_NS = 5 * NS_PER_MS
+"""How far the smallest spare may be from `SPARE_NS` before anything is stretched."""
+
+PPM_PER_MS = 100.0
+"""Stretching per ms of spare too much or too little, until it is back in the middle."""
+
+MOST_PPM = 10_000.0
+"""A sixth of a semitone."""
+
+CUT_NS = 100 * NS_PER_MS
+"""What may wait beyond `SPARE_NS` before it is cut instead of worked off."""
+
+CUT_TAKES = 12
+"""Takes (about a second) for which it must have waited."""
+
+MOST_NS = NS_PER_S
+"""What is ever held; older samples are dropped at once."""
+
+FADE_NS = 5 * NS_PER_MS
+"""Length of the fade over a splice."""
+
+NOISE_MOST = 0.003
+"""Comfort noise is never louder: -50 dB of full scale."""
+
+HISTORY_NS = 60 * NS_PER_MS
+LONGEST_PITCH_NS = 15 * NS_PER_MS
+SHORTEST_PITCH_NS = 2_500_000
+"""Pitch of 66 to 400 Hz."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the model heard. Samples are at the model's rate."""
+
+    frames: int = 0
+    whole: int = 0
+    """Frames of nothing but the caller's audio."""
+    short: int = 0
+    """Frames that were completed because their audio had not come."""
+    holes: int = 0
+    concealed_samples: int = 0
+    """Put in for lost audio."""
+    noise_samples: int = 0
+    """Comfort noise, because the peer sent nothing."""
+    cut_samples: int = 0
+    """Never heard, because too many waited."""
+    starts: int = 0
+    """How often the peer's audio began, the first time and after silence."""
+
+
+class ReceiveBuffer:
+    """One caller's samples, in whenever the stack has them, out one frame per tick."""
+
+    def __init__(self, samples: int, rate_hz: int, seed: int = 1) -> None:
+        """samples: of a frame. seed: of the noise."""
+        self.samples = samples
+        self.rate_hz = rate_hz
+        self.ppm = 0.0
+        """Stretching that is wanted: positive makes more samples out of the same audio."""
+        self.counts = Counts()
+        self._period_ns = samples * NS_PER_S // rate_hz
+        self._held: deque[NDArray[np.float32]] = deque()
+        self._size = 0
+        """Samples in it."""
+        self._past: deque[NDArray[np.float32]] = deque()
+        """What went into it last, `HISTORY_NS` or a little more."""
+        self._past_size = 0
+        self._due_ns: int | None = None
+        """When the stream's next samples should come; None: nothing is streaming."""
+        self._off_ns = 0
+        """What arrivals are off by, on average."""
+        self._last_ns = 0
+        self._sizes: deque[int] = deque(maxlen=32)
+        """Samples of the newest arrivals; the smallest is a packet."""
+        self._standing_in = 0
+        """Samples that stand in for audio that was due, since the newest arrival."""
+        self._repeated = 0
+        """Samples of the repetition that is going on."""
+        self._cycle = np.zeros(1, np.float32)
+        """What is being repeated."""
+        self._noise = np.random.default_rng(seed)
+        self._floor = NOISE_MOST / 10
+        self._least: int | None = None
+        self._spares: deque[int] = deque(maxlen=WINDOW_TAKES)
+        self._left: deque[int] = deque(maxlen=CUT_TAKES)
+        self._steering = False
+
+    @property
+    def held_samples(self) -> int:
+        """Samples that wait now."""
+        return self._size
+
+    @property
+    def is_streaming(self) -> bool:
+        """Audio comes; False before the first and after `GONE_NS` without any."""
+        return self._due_ns is not None
+
+    def push(self, pcm: NDArray[np.float32], now_ns: int, take_ns: int) -> None:
+        """Samples have come. pcm: (n,) float32. take_ns: when `take` is due next, not before now.
+
+        Times must not run backwards. What is no number becomes silence.
+        """
+        if not pcm.size:
+            return
+        clean = pcm
+        with np.errstate(over="ignore", invalid="ignore"):
+            energy = float(pcm @ pcm)
+        if not np.isfinite(energy):
+            clean = np.where(np.abs(pcm) <= 1.0, pcm, np.float32(0.0))
+            energy = float(clean @ clean)
+        self._sizes.append(clean.size)
+        # Several packets read at once came one after the other: this is when the first one did.
+        first_ns = now_ns - self._in_ns(clean.size - min(self._sizes))
+        if self._due_ns is None:
+            self._begin(first_ns, take_ns)
+        else:
+            self._close_hole(first_ns)
+        assert self._due_ns is not None
+        spare_ns = take_ns - first_ns + self._in_ns(self._size - self.samples)
+        self._least = spare_ns if self._least is None else min(self._least, spare_ns)
+        if self._repeated:
+            clean = self._join(clean)
+        self._append(clean)
+        self._listen(float(np.sqrt(energy / clean.size)), clean.size)
+        # The stream's own pace, and a twentieth of what this arrival was off by.
+        self._due_ns += (first_ns - self._due_ns) // 20 + self._in_ns(clean.size)
+        self._last_ns = now_ns
+        self._standing_in = 0
+        self._repeated = 0
+
+    def take(self, now_ns: int) -> NDArray[np.float32]:
+        """The frame of this tick, (S,) float32 of the caller's to keep. Call it once a tick."""
+        if self._due_ns is not None and now_ns - self._last_ns > GONE_NS:
+            self._due_ns = None
+            self._forget()
+        missing = self.samples - self._size
+        self.counts.frames += 1
+        if missing <= 0:
+            self.counts.whole += 1
+        elif self._due_ns is None:
+            self.counts.noise_samples += missing
+            self._append(self._comfort(missing))
+        else:
+            self.counts.short += 1
+            self._stand_in(missing)
+        frame = self._pop(self.samples)
+        self._steer()
+        self._left.append(self._size)
+        self._cut()
+        return frame
+
+    # --- arrivals
+
+    def _begin(self, now_ns: int, take_ns: int) -> None:
+        """The peer's audio begins: what the next frame needs before it is noise."""
+        self.counts.starts += 1
+        self._due_ns = now_ns
+        self._forget()
+        lead_ns = SPARE_NS + self._period_ns - (take_ns - now_ns)
+        pad = self._in_samples(max(0, lead_ns)) - self._size
+        if pad > 0:
+            self.counts.noise_samples += pad
+            self._append(self._comfort(pad))
+
+    def _close_hole(self, first_ns: int) -> None:
+        """If audio is missing before what came at ``first_ns``, put something in its place."""
+        assert self._due_ns is not None
+        late_ns = first_ns - self._due_ns
+        packet = min(self._sizes)
+        packet_ns = self._in_ns(packet)
+        bound_ns = LATE_NS + 3 * self._off_ns
+        if late_ns < bound_ns:
+            self._off_ns += (abs(late_ns) - self._off_ns) // 16
+            if late_ns < -packet_ns:  # a burst: the stack waits less than before
+                self._due_ns = first_ns
+            return
+        # Whole packets are lost: half of one that is only late is no reason to insert one.
+        lost = max(0, round((late_ns - bound_ns // 2) / packet_ns)) * packet
+        self._due_ns += self._in_ns(lost)
+        if first_ns - self._due_ns > packet_ns:
+            self._due_ns = first_ns
+        if lost > self._standing_in:
+            self._stand_in(lost - self._standing_in)
+        self.counts.holes += lost > 0
+
+    def _append(self, pcm: NDArray[np.float32]) -> None:
+        self._held.append(pcm)
+        self._size += pcm.size
+        self._past.append(pcm)
+        self._past_size += pcm.size
+        kept = self._in_samples(HISTORY_NS)
+        while self._past_size - self._past[0].size >= kept:
+            self._past_size -= self._past.popleft().size
+        over = self._size - self._in_samples(MOST_NS)
+        if over > 0:
+            self.counts.cut_samples += over
+            self._pop(over)
+
+    def _pop(self, samples: int) -> NDArray[np.float32]:
+        """The oldest of what is held, of which there must be as many."""
+        out = np.empty(samples, np.float32)
+        at = 0
+        while at < samples:
+            chunk = self._held.popleft()
+            taken = min(samples - at, chunk.size)
+            out[at : at + taken] = chunk[:taken]
+            at += taken
+            if taken < chunk.size:
+                self._held.appendleft(chunk[taken:])
+        self._size -= samples
+        return out
+
+    def _listen(self, level: float, samples: int) -> None:
+        """Follow the level of the background: down at once, up by 1 dB a second."""
+        rise = 1.0 + 0.12 * samples / self.rate_hz
+        self._floor = min(max(level, 1e-5), self._floor * rise, NOISE_MOST)
+
+    # --- what stands in
+
+    def _stand_in(self, missing: int) -> None:
+        self.counts.concealed_samples += missing
+        self._standing_in += missing
+        self._append(self._conceal(missing))
+
+    def _conceal(self, missing: int) -> NDArray[np.float32]:
+        """What a listener misses least: more of the same, fading into noise."""
+        if not self._repeated:
+            shortest, longest = map(self._in_samples, (SHORTEST_PITCH_NS, LONGEST_PITCH_NS))
+            kept = self._in_samples(HISTORY_NS)
+            past = np.concatenate([np.zeros(kept, np.float32), *self._past])[-kept:]
+            self._cycle = past[-_pitch(past, shortest, longest) :]
+        at = self._repeated + np.arange(missing)
+        tiled = self._cycle[at % self._cycle.size]
+        gain = np.clip(1.0 - at / self._in_samples(REPEAT_NS), 0.0, 1.0).astype(np.float32)
+        self._repeated += missing
+        noise = self._comfort(missing)
+        out: NDArray[np.float32] = tiled * gain + noise * (1.0 - gain)
+        return out
+
+    def _join(self, pcm: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The beginning of ``pcm``, faded in over what would have been put in next."""
+        fade = min(self._in_samples(FADE_NS), pcm.size)
+        more = self._conceal(fade)
+        rise = np.linspace(0.0, 1.0, fade, dtype=np.float32)
+        joined = pcm.copy()
+        joined[:fade] = more * (1.0 - rise) + pcm[:fade] * rise
+        return joined
+
+    def _comfort(self, samples: int) -> NDArray[np.float32]:
+        return self._noise.normal(0.0, self._floor, samples).astype(np.float32)
+
+    # --- how much waits
+
+    def _steer(self) -> None:
+        if self._least is not None:
+            self._spares.append(self._least)
+            self._least = None
+        if not self._spares or self._due_ns is None:
+            self.ppm = 0.0
+            return
+        error_ns = min(self._spares) - SPARE_NS
+        if abs(error_ns) > BAND_NS:
+            self._steering = True
+        elif abs(error_ns) < BAND_NS // 5 or error_ns * self.ppm > 0:
+            self._steering = False
+        if not self._steering:
+            self.ppm = 0.0
+            return
+        # Too much to spare: make fewer samples, so that what is held shrinks.
+        wanted = -error_ns / NS_PER_MS * PPM_PER_MS
+        self.ppm = float(np.clip(wanted, -MOST_PPM, MOST_PPM))
+
+    def _cut(self) -> None:
+        """Take out what a stall left behind, once it is clear that it stays."""
+        if len(self._left) < CUT_TAKES:
+            return
+        least = min(self._left)
+        if least <= self._in_samples(SPARE_NS + CUT_NS):
+            return
+        drop = least - self._in_samples(SPARE_NS)
+        before = self._pop(drop)
+        rest = self._pop(self._size)
+        fade = min(self._in_samples(FADE_NS), drop, rest.size)
+        rise = np.linspace(0.0, 1.0, fade, dtype=np.float32)
+        rest[:fade] = before[:fade] * (1.0 - rise) + rest[:fade] * rise
+        self._held.append(rest)
+        self._size = rest.size
+        self.counts.cut_samples += drop
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was measured was measured of a buffer that is gone."""
+        self._left.clear()
+        self._spares.clear()
+        self._least = None
+        self._steering = False
+        self.ppm = 0.0
+
+    def _in_samples(self, ns: int) -> int:
+        return ns * self.rate_hz // NS_PER_S
+
+    def _in_ns(self, samples: int) -> int:
+        return samples * NS_PER_S // self.rate_hz
+
+
+def _pitch(past: NDArray[np.float32], shortest: int, longest: int) -> int:
+    """The lag, in samples, at which the end of ``past`` is most like what came before it."""
+    width = past.size - longest
+    end = past[-width:].astype(np.float64)
+    best, found = -np.inf, longest
+    # Every second lag: half a sample at 24 kHz is nothing to an ear that hears a repetition.
+    for lag in range(shortest, longest + 1, 2):
+        before = past[-width - lag : -lag].astype(np.float64)
+        energy = float(before @ before)
+        if energy <= 0.0:
+            continue
+        likeness = float(end @ before) / np.sqrt(energy)
+        if likeness > best:
+            best, found = likeness, lag
+    return found

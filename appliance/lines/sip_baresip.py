@@ -1,0 +1,309 @@
+"""baresip as our SIP stack: signalling and packets on its own threads, which do not wait for us.
+
+Decides how our settings are said to baresip, and turns its events into ours. The versions are
+pinned to one (`pyproject.toml`): what is said here was found by running it. Learned that way:
+
+- With video compiled in, it offers video again 55 ms after every answer; `video_codecs=none` on
+  each account prevents it.
+- It refuses in one way, 486; and answers OPTIONS with 200 by itself, however full we are.
+- One runtime per process, and one that has died cannot be started again: hence a process of our
+  own (`sip`), which is replaced.
+- Its RTP sockets are bound to all addresses, whatever the interface.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import baresip
+import numpy as np
+from baresip import Account, Call, Config, Runtime, UserAgent
+from numpy.typing import NDArray
+
+from appliance.lines import sip_filter, sip_stack
+from appliance.lines.sip_config import CODECS, SipAccount, SipConfig, endpoint
+from appliance.lines.sip_stack import Event, Format, StackError
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = (2, 5, 15, 30, 60)
+"""After so long a refused registration is tried again, the last for ever."""
+
+READ_BYTES = 65_536
+SAMPLE_BYTES = 2
+
+
+class BaresipMedia:
+    """One call's audio."""
+
+    def __init__(self, call: Call) -> None:
+        self._audio = call.audio
+        self._channels = (1, 1)
+
+    def format(self) -> Format | None:
+        try:
+            info = self._audio.info()
+        except baresip.AudioNotActive:
+            return None
+        if not info.tx_ready or not info.rx_ready:
+            return None
+        self._channels = (info.rx_channels, info.tx_channels)
+        queued = info.tx_buffered // (SAMPLE_BYTES * info.tx_channels)
+        return Format(info.rx_sample_rate, info.tx_sample_rate, queued)
+
+    def read(self) -> NDArray[np.int16]:
+        try:
+            raw = self._audio.read(READ_BYTES)
+        except (baresip.AudioNotActive, baresip.AudioRestarted):
+            raw = b""
+        pcm = np.frombuffer(raw, np.int16)
+        channels = self._channels[0]
+        if channels > 1:
+            pcm = pcm[: pcm.size // channels * channels].reshape(-1, channels)[:, 0]
+        return pcm
+
+    def write(self, pcm: NDArray[np.int16]) -> int:
+        channels = self._channels[1]
+        data = pcm if channels == 1 else np.repeat(pcm, channels)
+        try:
+            taken: int = self._audio.write(data.tobytes())
+        except (baresip.AudioNotActive, baresip.AudioRestarted):
+            return 0
+        return taken // (SAMPLE_BYTES * channels)
+
+
+class BaresipStack:
+    """All accounts and calls of this process."""
+
+    def __init__(self, config: SipConfig) -> None:
+        self._config = config
+        self._runtime = Runtime()
+        self._agents: dict[int, SipAccount] = {}
+        self._calls: dict[int, Call] = {}
+        self._legs: dict[int, int] = {}
+        """Leg by the stack's handle of a call; handles may come again, legs never do."""
+        self._numbers = 0
+        self._hear: Callable[[Event], None] = lambda _: None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._options_dropped = False
+
+    async def start(self, hear: Callable[[Event], None]) -> None:
+        self._hear = hear
+        config = self._config
+        try:
+            accounts = [(account, _account(account, config)) for account in config.accounts]
+        except (OSError, ValueError) as err:
+            raise StackError(str(err)) from None
+        self._runtime.on_dead = lambda: hear(sip_stack.Dead("its SIP thread has ended"))
+        self._runtime.subscribe(self._on_event)
+        try:
+            await self._runtime.start(_settings(config))
+            self._filter()
+            for account, theirs in accounts:
+                agent = await UserAgent.create(self._runtime, theirs, transfer_policy="reject")
+                self._agents[agent.handle] = account
+                agent.on_incoming(self._on_incoming)
+                if account.register:
+                    self._do(self._register(account, agent))
+        except (baresip.BaresipError, OSError) as err:
+            raise StackError(
+                f"the SIP stack does not start: {err}. Is {config.listen} an address of this "
+                f"machine, and free? ss -ulnp 'sport = :{endpoint('listen', config.listen)[1]}'"
+            ) from None
+
+    def answer(self, leg: int) -> None:
+        if (call := self._calls.get(leg)) is not None:
+            self._do(self._answer(leg, call))
+
+    def reject(self, leg: int) -> None:
+        if (call := self._calls.get(leg)) is not None:
+            self._do(_quietly(call.reject()))
+
+    def hang_up(self, leg: int) -> None:
+        if (call := self._calls.get(leg)) is not None:
+            self._do(_quietly(call.hangup()))
+
+    def transfer(self, leg: int, target: str) -> None:
+        if (call := self._calls.get(leg)) is not None:
+            self._do(self._transfer(leg, call, target))
+
+    def media(self, leg: int) -> BaresipMedia:
+        return BaresipMedia(self._calls[leg])
+
+    def show_room(self, has_room: bool) -> None:
+        """Let OPTIONS go unanswered while there is none."""
+        if has_room == self._options_dropped:
+            self._options_dropped = not has_room
+            self._filter()
+
+    def dropped(self) -> int:
+        """Datagrams that came to our SIP port and that nobody read."""
+        address, port = endpoint("listen", self._config.listen)
+        return sip_filter.dropped(str(address), port)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await self._runtime.close()
+        except baresip.BaresipError as err:
+            logger.warning("the SIP stack did not stop as it should: %s", err)
+
+    # --- what it says
+
+    def _on_incoming(self, call: Call) -> None:
+        self._numbers += 1
+        leg = self._numbers
+        self._calls[leg] = call
+        self._legs[call.handle] = leg
+        via = call.headers.get("Via", "")
+        source = via.partition(" ")[2].partition(";")[0].rpartition(":")[0]
+        account = self._agents[call._ua_handle]
+        peer, call_id = call.peer or "", call.call_id or ""
+        self._hear(sip_stack.Incoming(leg, account.user, peer, call_id, source))
+
+    def _on_event(self, event: baresip.StackEvent) -> None:
+        leg = self._legs.get(event.call)
+        kind = event.event
+        if kind in (baresip.Event.REGISTER_OK, baresip.Event.REGISTER_FAIL):
+            if (account := self._agents.get(event.ua)) is not None:
+                is_ok = kind is baresip.Event.REGISTER_OK
+                self._hear(sip_stack.Registration(account.user, is_ok, event.text or ""))
+        elif leg is None:
+            return
+        elif kind is baresip.Event.CALL_ESTABLISHED:
+            self._hear(sip_stack.Established(leg))
+        elif kind is baresip.Event.CALL_CLOSED:
+            call = self._calls.pop(leg)
+            del self._legs[event.call]
+            self._hear(sip_stack.Closed(leg, event.text or "closed", _stats(call)))
+        elif kind is baresip.Event.CALL_DTMF_START and event.text:
+            self._hear(sip_stack.Digit(leg, event.text[:1]))
+        elif kind in (baresip.Event.CALL_HOLD, baresip.Event.CALL_RESUME):
+            self._hear(sip_stack.Held(leg, kind is baresip.Event.CALL_HOLD))
+
+    # --- what is asked of it
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, leg: int, call: Call) -> None:
+        try:
+            await call.answer()
+        except baresip.StaleHandleError:
+            return  # its CALL_CLOSED is on its way
+        except baresip.BaresipError as err:
+            logger.warning("call %s could not be answered: %s", call.call_id, err)
+            await _quietly(call.reject())
+
+    async def _transfer(self, leg: int, call: Call, target: str) -> None:
+        try:
+            await call.transfer(target)
+        except baresip.BaresipError as err:
+            self._hear(sip_stack.TransferEnded(leg, str(err)))
+
+    async def _register(self, account: SipAccount, agent: UserAgent) -> None:
+        for after_s in (*AGAIN_S, *iter(lambda: AGAIN_S[-1], 0)):
+            try:
+                await agent.register()
+                return  # from now on the stack renews it
+            except baresip.BaresipError as err:
+                logger.warning(
+                    "account %s is not registered at %s: %s; again in %d s",
+                    account.user,
+                    account.domain,
+                    err,
+                    after_s,
+                )
+            await asyncio.sleep(after_s)
+
+    def _filter(self) -> None:
+        """Tell the kernel who may send us anything. Raises `OSError`."""
+        address, port = endpoint("listen", self._config.listen)
+        networks = self._config.networks
+        with sip_filter.own_sockets(str(address), port) as sockets:
+            if not sockets:
+                raise OSError(f"nothing of ours is bound to {self._config.listen}")
+            for connection in sockets:
+                is_udp = connection.type == socket.SOCK_DGRAM
+                drop = is_udp and self._options_dropped
+                sip_filter.attach(connection, sip_filter.program(networks, drop_options=drop))
+
+
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+    """End something that may have ended by itself."""
+    try:
+        await work
+    except baresip.StaleHandleError:
+        return
+    except baresip.BaresipError as err:
+        logger.warning("the SIP stack did not do as told: %s", err)
+
+
+def _settings(config: SipConfig) -> Config:
+    address, _ = endpoint("listen", config.listen)
+    transports: set[str] = {"udp", "tcp"} | {account.transport for account in config.accounts}
+    lines = [
+        f"sip_listen {config.listen}",
+        f"sip_transports {','.join(sorted(transports))}",
+        f"rtp_ports {config.rtp_ports[0]}-{config.rtp_ports[1]}",
+        "audio_jitter_buffer_type adaptive",
+        f"audio_jitter_buffer_ms {config.jitter_ms[0]}-{config.jitter_ms[1]}",
+        "opus_stereo no",
+        "opus_sprop_stereo no",
+        "opus_bitrate 24000",
+        "opus_complexity 5",
+        "opus_inbandfec yes",
+        "sip_verify_server yes",
+    ]
+    if config.tls_ca is not None:
+        lines.append(f"sip_cafile {config.tls_ca}")
+    return Config(
+        net_interface=str(address),
+        max_concurrent_calls=config.most,
+        rtp_timeout=config.media_timeout_s,
+        expose_headers=("Via",),
+        extra_config_text="\n".join(lines) + "\n",
+    )
+
+
+def _account(account: SipAccount, config: SipConfig) -> Account:
+    """Raises `OSError` if its password cannot be read, `ValueError` if it is none."""
+    password = ""
+    if account.password_file is not None:
+        password = _password(account.password_file)
+    extra = ["video_codecs=none"]
+    if account.srtp != "off":
+        extra.append("mediaenc=srtp" + ("-mand" if account.srtp == "mandatory" else ""))
+    address, port = endpoint("listen", config.listen)
+    transport: Literal["udp", "tcp", "tls"] = account.transport
+    return Account(
+        user=account.user,
+        domain=account.domain or f"{address}:{port}",
+        password=password,
+        auth_user=account.auth_user or None,
+        reg_interval=600 if account.register else 0,
+        transport=transport,
+        audio_codecs=tuple(CODECS[codec] for codec in account.codecs),
+        extra_params=tuple(extra),
+    )
+
+
+def _password(path: Path) -> str:
+    text = path.read_text(encoding="utf-8").partition("\n")[0].strip()
+    if not text:
+        raise ValueError(f"{path} holds no password on its first line")
+    return text
+
+
+def _stats(call: Call) -> dict[str, float]:
+    """What the stack counted of a call; only numbers."""
+    if call.final_stats is None:
+        return {}
+    return {k: v for k, v in asdict(call.final_stats).items() if isinstance(v, int | float)}

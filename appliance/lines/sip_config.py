@@ -1,0 +1,152 @@
+"""The table [sip] of duplexbox.toml: where the telephone line listens, for whom, and who may call.
+
+Decides what is allowed to start: a line that would answer the whole world does not. Strictly
+decoded with the rest of the file; the sentences of its errors are for operators.
+"""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+CODECS = {"opus": "opus/48000/1", "g722": "g722/16000/1", "pcma": "pcma", "pcmu": "pcmu"}
+"""Ours and the stack's names of what it can speak."""
+
+Codec = Literal["opus", "g722", "pcma", "pcmu"]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class SipAccount(_Table, frozen=True):
+    """One number or name under which the box can be called."""
+
+    user: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._+*#-]+$")]
+    domain: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9.\-\[\]:]*$")] = ""
+    """Of the PBX or trunk, with its port if that is not 5060; empty: calls come without it."""
+    register: bool = False
+    """Log in at the domain, and stay so."""
+    password_file: Path | None = None
+    """Holds the password for registering, alone, on its first line."""
+    auth_user: Annotated[str, Meta(max_length=64, pattern=r"^[^;<>\"\\\s]*$")] = ""
+    """The name to log in with, if it is not ``user``."""
+    transport: Literal["udp", "tcp", "tls"] = "udp"
+    srtp: Literal["off", "optional", "mandatory"] = "off"
+    """SDES keys, which only TLS keeps secret."""
+    codecs: Annotated[tuple[Codec, ...], Meta(min_length=1)] = ("opus", "g722", "pcma", "pcmu")
+    """Best first."""
+    persona: Annotated[str, Meta(max_length=8000)] = ""
+    voice: Annotated[str, Meta(max_length=64)] = ""
+    settings: dict[str, float] = {}
+    """Values such as "sampling.temperature" for calls to this account."""
+    max_s: Annotated[int, Meta(ge=1, le=86_400)] = 3600
+    """A call is ended after this."""
+    digits: dict[Annotated[str, Meta(pattern=r"^[0-9A-D*#]$")], str] = {}
+    """What a key does: "hang-up", or a sip: address to which the caller is transferred."""
+
+    def __post_init__(self) -> None:
+        if self.register and not self.domain:
+            raise ValueError(f'account "{self.user}": register = true needs a domain')
+        if self.register and self.password_file is None:
+            raise ValueError(f'account "{self.user}": register = true needs a password_file')
+        if self.srtp != "off" and self.transport != "tls":
+            raise ValueError(
+                f'account "{self.user}": srtp sends its keys in the clear unless transport = "tls"'
+            )
+        for key, what in self.digits.items():
+            if what != "hang-up" and not what.startswith(("sip:", "sips:", "tel:")):
+                raise ValueError(
+                    f'account "{self.user}": digits "{key}" is "{what}"; '
+                    'expected "hang-up" or an address such as "sip:desk@pbx.example"'
+                )
+
+
+class SipConfig(_Table, frozen=True):
+    """The telephone line."""
+
+    listen: str
+    """ADDRESS:PORT of one of this machine's interfaces; 0.0.0.0 is no address to call."""
+    accounts: Annotated[tuple[SipAccount, ...], Meta(min_length=1, max_length=100)]
+    allow: tuple[str, ...] = ()
+    """Networks that may send us anything at all, such as "10.0.0.0/24"."""
+    open_to_everybody: bool = False
+    """Take calls from any address: only behind a firewall that knows who may."""
+    most: Annotated[int, Meta(ge=1, le=1000)] = 120
+    """Calls at once; fewer if the box has room for fewer."""
+    calls_per_s: Annotated[float, Meta(gt=0, le=1000)] = 20
+    """New calls a second from one address; more are refused."""
+    rtp_ports: tuple[Port, Port] = (20_000, 30_000)
+    jitter_ms: tuple[Annotated[int, Meta(ge=20, le=1000)], Annotated[int, Meta(ge=20, le=1000)]] = (
+        20,
+        200,
+    )
+    """How long the stack holds packets back, at least and at most; it adapts in between."""
+    lead_ms: Annotated[int, Meta(ge=20, le=100)] = 40
+    """What of the model's audio waits in the sender: what this process may be late by."""
+    media_timeout_s: Annotated[int, Meta(ge=3, le=3600)] = 30
+    """A call without any audio from the peer for so long is ended; not while it is on hold."""
+    hold_s: Annotated[int, Meta(ge=1, le=86_400)] = 600
+    """And one on hold for so long."""
+    health: str = ""
+    """ADDRESS:PORT where OPTIONS is answered with 200 while a call would be taken, else 503."""
+    tls_ca: Path | None = None
+    """Certificates of whom we trust over TLS."""
+    records: Path = Path("/var/lib/duplexbox/sip.sqlite")
+    """One row per call: who, when, how long, how it was."""
+    hook: Path | None = None
+    """A program that is started with one JSON object on its standard input for what happens:
+    a call begins, a key is pressed, a call ends."""
+
+    def __post_init__(self) -> None:
+        address, _ = endpoint("listen", self.listen)
+        if self.health:
+            endpoint("health", self.health)
+        for network in self.allow:
+            try:
+                ipaddress.IPv4Network(network)
+            except ValueError as err:
+                raise ValueError(f'allow: "{network}" is no IPv4 network: {err}') from None
+        if self.rtp_ports[1] - self.rtp_ports[0] < 2 * self.most:
+            raise ValueError(
+                f"rtp_ports: {self.rtp_ports[0]}-{self.rtp_ports[1]} is too few for "
+                f"{self.most} calls of 2 ports each"
+            )
+        if self.jitter_ms[0] > self.jitter_ms[1]:
+            raise ValueError(f"jitter_ms: {self.jitter_ms[0]} is more than {self.jitter_ms[1]}")
+        names = [account.user for account in self.accounts]
+        if len(set(names)) < len(names):
+            raise ValueError("accounts: two of them have the same user")
+        if self.allow and self.open_to_everybody:
+            raise ValueError("allow and open_to_everybody contradict each other; leave one out")
+        if not self.allow and not self.open_to_everybody and not address.is_loopback:
+            raise ValueError(
+                f"listen: {self.listen} would answer whoever reaches it, and scanners find it "
+                'within minutes. Say who may call: allow = ["10.0.0.0/24"], the addresses of your '
+                "PBX or trunk and of its media servers"
+            )
+
+    @property
+    def networks(self) -> tuple[ipaddress.IPv4Network, ...]:
+        """Who may send us anything; empty: anybody."""
+        return tuple(ipaddress.IPv4Network(network) for network in self.allow)
+
+
+def endpoint(name: str, text: str) -> tuple[ipaddress.IPv4Address, int]:
+    """``ADDRESS:PORT``. Raises `ValueError`."""
+    host, _, port = text.rpartition(":")
+    try:
+        address = ipaddress.IPv4Address(host)
+        if not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ValueError("the port is none")
+    except ValueError as err:
+        raise ValueError(f'{name}: "{text}" is not ADDRESS:PORT in IPv4: {err}') from None
+    if address.is_unspecified or address.is_multicast:
+        raise ValueError(
+            f"{name}: {address} is not an address that a peer could be told. "
+            "Name the interface's own: ip -4 address"
+        )
+    return address, int(port)

@@ -1,0 +1,73 @@
+"""How much of the model's audio waits in a telephone call's sender. Pure.
+
+The sender (a SIP stack's own thread) takes 20 ms at a time and sends silence when there is
+nothing. What waits when a frame is handed over is the *lead*: what this process may be late by
+without anybody hearing it, and delay for the whole call. So it starts at `lead_ns`, grows by
+itself when a frame came late (the gap has been heard, and what follows is later by it), and is
+worked off by stretching once it is more than is wanted. It never exceeds `MOST_NS`: then the frame
+is shortened. Nothing is ever flushed because the caller speaks: the model decides when to stop.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from appliance.clock import NS_PER_MS
+
+MOST_NS = 100 * NS_PER_MS
+"""What may wait when a frame is handed over."""
+
+SLACK_NS = 30 * NS_PER_MS
+"""What may wait beyond the lead before it is worked off: a packet that is taken out as a whole and
+half of one for the sender's own jitter."""
+
+LOOKED_AT = 12
+"""Frames (about a second) for all of which it must have been so."""
+
+WORK_OFF_PPM = -10_000.0
+"""A hundredth shorter: 0.8 ms a frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What to do with the frame that is handed over now."""
+
+    pad_ns: int = 0
+    """Silence to send before it."""
+    drop_ns: int = 0
+    """Of its end, not to be sent."""
+    ppm: float = 0.0
+    """How much longer to make it."""
+    is_late: bool = False
+    """The sender had run dry: the caller has heard a gap."""
+
+
+class Lead:
+    """What waits in one call's sender."""
+
+    def __init__(self, lead_ns: int) -> None:
+        self.lead_ns = min(lead_ns, MOST_NS)
+        self.underruns = 0
+        self.dropped_ns = 0
+        self._flowing = False
+        self._queued: deque[int] = deque(maxlen=LOOKED_AT)
+
+    def restart(self) -> None:
+        """Nothing has been handed over for a while on purpose: begin anew."""
+        self._flowing = False
+        self._queued.clear()
+
+    def hand_over(self, queued_ns: int) -> Handover:
+        """A frame is about to be queued. queued_ns: what still waits."""
+        if not self._flowing:
+            self._flowing = True
+            return Handover(pad_ns=max(0, self.lead_ns - queued_ns))
+        if queued_ns > MOST_NS:
+            drop_ns = queued_ns - MOST_NS
+            self.dropped_ns += drop_ns
+            self._queued.clear()
+            return Handover(drop_ns=drop_ns)
+        is_late = queued_ns <= 0
+        self.underruns += is_late
+        self._queued.append(queued_ns)
+        too_much = len(self._queued) == LOOKED_AT and min(self._queued) > self.lead_ns + SLACK_NS
+        return Handover(ppm=WORK_OFF_PPM if too_much else 0.0, is_late=is_late)

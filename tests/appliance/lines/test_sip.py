@@ -1,0 +1,196 @@
+"""`duplexbox appliance sip`, called by a telephone over real sockets; the box only echoes.
+
+The stack is the real one, in the real worker process. What needs more than a few seconds or other
+peers is in `test_sip_peers.py`, run by `make test-lines`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from appliance.admission import Reason
+from appliance.frame_ring import Outcome
+from appliance.lines.sip_records import Row, read
+from tests.fakes_line import FakeBox, Trouble
+from tests.sip_peer import RATE_HZ, Phone, Refused, free_port, now_s, sleep
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Line:
+    """A running `duplexbox appliance sip`."""
+
+    def __init__(self, folder: Path, box: Path, extra: str = "", account: str = "") -> None:
+        self.port = free_port()
+        self.health = free_port()
+        self.folder = folder
+        config = folder / "box.toml"
+        config.write_text(
+            f'[engine]\nbundle = "b"\n[control]\nsocket = "{box}"\n'
+            f'[sip]\nlisten = "127.0.0.1:{self.port}"\nrecords = "{folder}/sip.sqlite"\n'
+            f'health = "127.0.0.1:{self.health}"\n{extra}\n'
+            f'[[sip.accounts]]\nuser = "bot"\n{account}\n'
+        )
+        self.log = folder / "sip.log"
+        command = [sys.executable, "-W", "error", "-m", "duplexbox", "appliance", "sip"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--config", str(config), "--drain", "2"], cwd=ROOT, stderr=log
+            )
+
+    def wait(self, text: str, seconds: float = 20.0) -> None:
+        """Until the log has ``text``."""
+        until = now_s() + seconds
+        while text not in self.log.read_text(errors="replace"):
+            assert self.process.poll() is None, self.log.read_text()
+            assert now_s() < until, f"{text} is not in {self.log.read_text()}"
+            sleep(0.02)
+
+    def worker(self) -> int:
+        """The process id of the one that does the work."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0])
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+    def rows(self) -> list[Row]:
+        return read(self.folder / "sip.sqlite")
+
+
+@contextmanager
+def line(folder: Path, box: Path, extra: str = "", account: str = "") -> Iterator[Line]:
+    running = Line(folder, box, extra, account)
+    try:
+        running.wait("taking calls")
+        running.wait("runtime started")
+        yield running
+    finally:
+        code = running.stop()
+        assert code == 0, running.log.read_text()
+
+
+def speech(seconds: float) -> NDArray[np.int16]:
+    """Something that a codec and an ear take for a voice: a vowel whose pitch moves."""
+    at = np.arange(int(seconds * RATE_HZ)) / RATE_HZ
+    pitch = 2 * np.pi * (140 * at + 4 * np.sin(2 * np.pi * 0.7 * at))
+    wave = sum(np.sin(k * pitch) / k for k in range(1, 12))
+    envelope = 0.6 + 0.4 * np.sin(2 * np.pi * 2.3 * at)
+    return np.asarray(5_000 * wave * envelope, np.int16)
+
+
+def snr_db(said: NDArray[np.int16], heard: NDArray[np.int16]) -> float:
+    """Of the best 400 ms: how much louder what was said is in what was heard than the rest.
+
+    Delays of parts of a sample and colouring are forgiven: both are compared through the linear
+    filter of 49 taps that fits best. The best, because a busy machine is not what is tested.
+    """
+    return max(_snr_db(said, heard, at) for at in range(RATE_HZ // 2, said.size - 8_000, 1_600))
+
+
+def _snr_db(said: NDArray[np.int16], heard: NDArray[np.int16], start: int) -> float:
+    end = start + 3_200
+    middle = said[start:end].astype(np.float64)
+    where = heard[start : end + 6_000].astype(np.float64)
+    at = int(np.argmax(np.correlate(where, middle, "valid")))
+    found = where[at : at + middle.size]
+    delayed = [said[start - k : end - k].astype(np.float64) for k in range(-24, 25)]
+    filters = np.stack(delayed, 1)
+    fitted = filters @ np.linalg.lstsq(filters, found, rcond=None)[0]
+    rest = found - fitted
+    return float(10 * np.log10((fitted @ fitted) / (rest @ rest + 1e-9)))
+
+
+@pytest.mark.slow
+def test_a_telephone_hears_itself_through_the_box_and_every_frame_has_its_receipt(
+    tmp_path: Path,
+) -> None:
+    said = speech(4.0)
+    with FakeBox(tmp_path) as box:
+        with line(tmp_path, box.path) as running, Phone("bot", running.port) as phone:
+            phone.dial()
+            heard = phone.talk(said)
+            phone.digit("5", marker=False)
+            phone.hang_up()
+            running.wait("call 1 over")
+        session = box.sessions[0]
+        # Two passes of G.711 leave 35 dB; a resampler on each way takes next to nothing.
+        assert snr_db(said, heard.pcm) > 31
+        gaps_ms = np.diff(heard.arrived_s) * 1000
+        assert gaps_ms.mean() == pytest.approx(20.0, abs=0.3)
+        assert session.join.line == "sip"
+        assert session.join.caller.startswith("sip:phone@127.0.0.1")
+        assert [leave.session for leave in box.leaves] == [1]
+        outcomes = session.outcomes()
+        settled = sorted(i for o in outcomes if o != Outcome.FILLED for i in outcomes[o])
+        assert settled == list(range(session.frame_index))
+    (row,) = running.rows()
+    assert row.digits == "5"
+    assert row.session == 1
+    assert row.frames == pytest.approx(row.talked_ms / 80, abs=2)
+    assert row.delivered > 40
+    assert row.ended
+
+
+@pytest.mark.slow
+def test_a_box_that_is_full_is_486_and_its_health_says_503(tmp_path: Path) -> None:
+    with (
+        FakeBox(tmp_path, Trouble(refuse=Reason.MEMORY)) as box,
+        line(tmp_path, box.path) as running,
+    ):
+        with Phone("bot", running.port) as phone, pytest.raises(Refused, match="486"):
+            phone.dial()
+        with Phone("nobody", running.port) as phone, pytest.raises(Refused, match="404"):
+            phone.dial()
+        running.wait("refused (memory)")
+        with Phone("bot", running.health) as phone:
+            phone.sequence = 1
+            phone.send(phone.request("OPTIONS"))
+            status, text = phone.answer("OPTIONS")
+            assert status == 503
+            assert "Retry-After: 5" in text
+        # Whoever asks at the port for calls hears nothing, which a load balancer understands too.
+        with Phone("bot", running.port) as phone:
+            phone.sequence = 1
+            phone.send(phone.request("OPTIONS"))
+            with pytest.raises(TimeoutError):
+                phone.answer("OPTIONS", timeout_s=0.3)
+        os.kill(running.process.pid, signal.SIGTERM)
+        running.process.wait(20)
+        assert [row.why.partition(":")[0] for row in running.rows()] == ["refused (memory)"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_back_within_two_seconds_and_its_calls_are_known_to_be_lost(
+    tmp_path: Path,
+) -> None:
+    with FakeBox(tmp_path) as box, line(tmp_path, box.path) as running:
+        with Phone("bot", running.port) as phone:
+            phone.dial()
+            os.kill(running.worker(), signal.SIGKILL)
+            died = now_s()
+        until = died + 10
+        while True:
+            with Phone("bot", running.port) as phone:
+                try:
+                    phone.sequence = 1
+                    phone.send(phone.request("OPTIONS"))
+                    assert phone.answer("OPTIONS", timeout_s=0.1)[0] == 200
+                    break
+                except (TimeoutError, ConnectionRefusedError):
+                    assert now_s() < until
+        back_s = now_s() - died
+        running.wait("1 calls were on")
+        assert box.sessions[0].gone == "lost"
+    assert back_s < 2.0, f"{back_s:.1f} s"
+    assert [row.why for row in running.rows()] == ["the line's process ended"]
