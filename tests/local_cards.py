@@ -16,7 +16,7 @@ from appliance import control
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import NS_PER_S, TickGrid
-from appliance.frame_ring import GENERATED, LAST, DownlinkHeader
+from appliance.frame_ring import FINAL, GENERATED, LAST, DownlinkHeader
 from appliance.lines.local_call import LocalCall, State, Wish
 from appliance.lines.local_rings import Exchange
 from appliance.lines.local_sound import Cleaner, Microphone, Speaker, Untouched
@@ -103,9 +103,10 @@ class Sim:
         cleaner: Cleaner | None = None,
         made_ns: Callable[[int], int] = lambda tick: 5 * MS,
         turn_ns: int = 2 * MS,
+        says: Callable[[int], NDArray[np.float32]] | None = None,
     ) -> None:
         """made_ns: how long after its start a tick's frame is there. turn_ns: how often the line
-        looks."""
+        looks. says: what the model says in a tick, (S,) float32; None: what it hears."""
         self.card = card
         self.channel = Channel.create(f"dbx-local-test-{next(_names)}", SAMPLES)
         self.call = LocalCall(Wish("somebody"), WELCOME, [], 0)
@@ -122,6 +123,7 @@ class Sim:
         """The line's process does nothing before that."""
         self._made_ns = made_ns
         self._turn_ns = turn_ns
+        self._says = says
         self._grid = TickGrid(T0_NS, PERIOD_MS * MS)
         self._tick = 0
         self._next_turn_ns = 0
@@ -211,10 +213,10 @@ class Sim:
                     tick=tick,
                     deadline_ns=self._grid.deadline_ns(tick),
                     made_ns=made_ns,
-                    flags=GENERATED,
+                    flags=GENERATED | (FINAL if self._ended else 0),
                     heard=-1 if header is None else header.frame_index,
                 ),
-                pcm,
+                pcm if self._says is None else self._says(tick),
             )
         )
         self.made += 1

@@ -54,6 +54,9 @@ PRIMED_NS = 600 * NS_PER_S
 SETTLE_NS = 10 * NS_PER_S
 """How long the box may take to say Gone."""
 
+OVERSLEPT_NS = 20 * NS_PER_MS
+"""A turn that comes so long after the one before tells nothing of what the box takes."""
+
 PAY_BACK_TICKS = 6
 """So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
 
@@ -132,6 +135,8 @@ class LocalCall:
         self._behind = 0
         self._counts = dict.fromkeys(("overslept", "paid_back", "concealed", "silent"), 0)
         self._hanging_up = False
+        self._turned_ns = now_ns
+        """When `advance` was here last."""
         self._to_box: list[control.ToBox] = []
 
     @property
@@ -314,15 +319,25 @@ class LocalCall:
 
     def _play_due(self, now_ns: int) -> None:
         assert self._playout is not None
-        self._wait_for_next(now_ns)
+        # When this process was late itself, waiting longer would be lag for nothing.
+        if now_ns - self._turned_ns < OVERSLEPT_NS:
+            self._wait_for_next(now_ns)
+        self._turned_ns = now_ns
         played, receipts = self._playout.due(now_ns)
-        heard = self.speaker is not None and self.speaker.runs(now_ns)
+        runs = self.speaker is not None and self.speaker.runs(now_ns)
+        # Of frames whose time passed unseen, none is heard but the one that is due now.
+        heard = {
+            frame.frame_index
+            for frame in played
+            if runs and now_ns - frame.playout_ns < self._grid.period_ns
+        }
         for receipt in receipts:
-            if not heard and receipt.outcome in (Outcome.DELIVERED, Outcome.LATE):
+            missed = receipt.frame_index not in heard
+            if missed and receipt.outcome in (Outcome.DELIVERED, Outcome.LATE):
                 receipt = receipt._replace(outcome=Outcome.DISCARDED)
             self._owe(receipt)
         for frame in played:
-            self._play(frame, now_ns, heard)
+            self._play(frame, now_ns, frame.frame_index in heard)
 
     def _wait_for_next(self, now_ns: int) -> None:
         """The frame that is due is not in hand, or came after its time: all are played later."""

@@ -208,6 +208,8 @@ class Speaker:
         self._filter_ns = _held_ns(rate_hz, exchange.rate_hz, samples)
         self._fade = FADE_NS * rate_hz // NS_PER_S
         self._has_begun = False
+        self._dry = 0
+        """What `Exchange.dry` was when the last frame came."""
         self._last = 0.0
         """The last sample of the last frame: what must not break off."""
         self._silent = True
@@ -234,8 +236,9 @@ class Speaker:
         """
         self.spare_ns = self._spare_ns(now_ns)
         surplus_ns = self.spare_ns - SPEAKER_SPARE_NS
-        ran_dry = not self._has_begun or self.spare_ns < 0
-        pcm = self._smooth(frame, after_silence=ran_dry)
+        ran_dry = not self._has_begun or self.spare_ns < 0 or self._dry != self._exchange.dry
+        self._dry = self._exchange.dry
+        pcm = self._smooth(frame)
         self.level.hear(pcm)
         if ran_dry:
             # What the rate filter holds back at first is missing as well.
@@ -246,14 +249,16 @@ class Speaker:
             self._surplus_ns.append(surplus_ns)
         ppm = self.drift.ppm - earlier_ns * 1_000_000 // self._period_ns
         out = self._stretch.push(pcm, ppm)
+        if ran_dry:
+            # What the rate filter still held of the frame before comes first.
+            head = out[: FADE_NS * self._exchange.rate_hz // NS_PER_S]
+            head *= np.linspace(0.0, 1.0, head.shape[0], dtype=np.float32)
         if len(self._surplus_ns) == SURPLUS_FRAMES and min(self._surplus_ns) > SURPLUS_NS:
             out = self._cut(out, min(self._surplus_ns))
         self._exchange.speaker.write(out)
         self._has_begun = True
 
-    def _smooth(
-        self, frame: NDArray[np.float32] | None, after_silence: bool
-    ) -> NDArray[np.float32]:
+    def _smooth(self, frame: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """A frame that can be heard, without a step where one is missing."""
         rise = np.linspace(0.0, 1.0, self._fade, dtype=np.float32)
         if frame is None:
@@ -261,7 +266,7 @@ class Speaker:
             pcm[: self._fade] = self._last * (1 - rise)
         else:
             pcm = np.clip(np.nan_to_num(frame), -1.0, 1.0).astype(np.float32)
-            if self._silent or after_silence:
+            if self._silent:
                 pcm[: self._fade] *= rise
         self._silent = frame is None
         self._last = float(pcm[-1])
