@@ -24,6 +24,7 @@ from appliance.ledger_writer import LedgerWriter, RecordRing
 from appliance.notify import Notify
 from appliance.priming import PrimingDesk
 from appliance.realtime import ask_for_priority
+from appliance.side_models import SideModels, plan
 from appliance.reception import Reception
 from appliance.retention import Keep
 from appliance.step_model import StepSamples
@@ -82,6 +83,7 @@ class Box:
                 f"Name a folder this user may write to"
             ) from None
         desk = None
+        self.beside = SideModels(plan(config.beside), timing, clock, self._priority)
         if executor.bundle.manifest.prompt is not None and isinstance(executor, Primes):
             desk = PrimingDesk(executor.primer(), executor.bundle.manifest, executor.slots, clock)
         self.reception = Reception(executor.bundle, desk, config.persona)
@@ -104,6 +106,7 @@ class Box:
             path=config.control.socket,
             bundle=executor.bundle,
             slots=min(config.engine.slots or executor.slots, executor.slots),
+            beside=self.beside,
             loop=self.loop,
             ledger=self.ledger,
             reception=self.reception,
@@ -117,10 +120,14 @@ class Box:
         )
 
     def run(self) -> None:
-        """Serve until drained. Raises whatever broke the tick loop or one of the threads."""
+        """Serve until drained. Raises whatever broke the tick loop or one of the threads.
+
+        Raises `ConfigError` when the models beside the voice do not start.
+        """
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
+            self.beside.start()
             self.ledger.start()
             self.reception.start()
             self.switchboard.start()
@@ -139,6 +146,8 @@ class Box:
             self.loop.run()
         finally:
             self.switchboard.stop()
+            self.beside.stop()
+            self.beside.close()
             self.ledger.stop()
             self.reception.stop()
             self.switchboard.close()

@@ -19,6 +19,8 @@ from appliance.ledger import Header, Why
 from appliance.priming import Job
 from appliance.seat import Seat
 from appliance.session import Event, Session, SessionId, State
+from appliance.side_models import SideModels
+from appliance.tap import Tap
 from engines.bundle import Bundle
 
 ENDED: dict[Event, Why] = {
@@ -58,6 +60,8 @@ class Call:
     """What its line asked for: also what it begins anew with."""
     header: Header
     seat: Seat
+    tap: Tap | None
+    """For the models beside the voice."""
     answer: control.Admitted | None
     """What its line is told once its prompt is done; None: it has been told."""
     due: int = 0
@@ -81,6 +85,7 @@ def prepare(
     join: control.Join,
     lease: Lease,
     job: Job | None,
+    beside: SideModels,
     first_frame_ns: int,
     now_ns: int,
 ) -> Call | Refusal:
@@ -108,9 +113,12 @@ def prepare(
         voice=join.voice,
         persona=join.persona,
         prompt_frames=job.prompt.rows if job is not None else 0,
+        beside=beside.header,
     )
+    tap = beside.watch(lease.session, f"{name}-tap")
     until_ns = now_ns + first_frame_ns
     seat = Seat(lease.session, lease.generation, channel, settings, until_ns, job, first_frame_ns)
+    seat.tap = tap.audio if tap is not None else None
     answer = control.Admitted(
         request=join.request,
         session=lease.session,
@@ -122,4 +130,4 @@ def prepare(
     )
     state = State.ADMITTED if job is None else State.PRIMING
     session = Session(lease.session, lease.generation, state)
-    return Call(session, channel, connection, join, header, seat, answer)
+    return Call(session, channel, connection, join, header, seat, tap, answer)

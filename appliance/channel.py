@@ -73,26 +73,7 @@ class Channel:
         """
         sizes = capacities or Capacities()
         spans = _spans(samples, sizes.uplink, sizes.downlink, sizes.receipts)
-        _check_name(name)
-        try:
-            segment = shared_memory.SharedMemory(name, create=True, size=spans[-1])
-        except FileExistsError:
-            raise ChannelError(
-                f"shared memory {name} exists already: another box, or one that was killed. "
-                f"Stop it, then remove it: rm /dev/shm/{name}"
-            ) from None
-        # The object keeps the name registered; the mapping is made as a line makes it, because
-        # SharedMemory's own complains when views of it outlive it.
-        segment.close()
-        try:
-            _claim(name, spans[-1])
-        except OSError as err:
-            segment.unlink()
-            raise ChannelError(
-                f"/dev/shm has no room for {spans[-1]} bytes: {err.strerror}. Make it larger: "
-                "mount -o remount,size=1G /dev/shm (in a container: --shm-size)"
-            ) from None
-        memory = _map(name)
+        memory, segment = make_segment(name, spans[-1])
         view = memoryview(memory)
         CHANNEL_FIELDS.pack_into(
             view, 0, MAGIC_CHANNEL, samples, sizes.uplink, sizes.downlink, sizes.receipts
@@ -108,8 +89,8 @@ class Channel:
     @classmethod
     def attach(cls, name: str) -> Self:
         """Map the segment ``name`` another process created. Raises `ChannelError`."""
-        _check_name(name)
-        memory = _map(name)
+        check_name(name)
+        memory = map_segment(name)
         view = memoryview(memory)
         if len(view) < LINE_BYTES:
             raise ChannelError(f"shared memory {name} has {len(view)} bytes; that is no channel")
@@ -162,12 +143,39 @@ def _spans(samples: int, uplink: int, downlink: int, receipts: int) -> tuple[int
     return first, second, third, third + ring_bytes(receipts, 0)
 
 
-def _check_name(name: str) -> None:
+def make_segment(name: str, size: int) -> tuple[mmap.mmap, shared_memory.SharedMemory]:
+    """A new segment of ``size`` bytes, its pages set aside: mapped, and what unlinks it.
+
+    Raises `ChannelError` if the name is taken or cannot be one, or there is no room.
+    """
+    check_name(name)
+    try:
+        segment = shared_memory.SharedMemory(name, create=True, size=size)
+    except FileExistsError:
+        raise ChannelError(
+            f"shared memory {name} exists already: another box, or one that was killed. "
+            f"Stop it, then remove it: rm /dev/shm/{name}"
+        ) from None
+    # The object keeps the name registered; the mapping is made as a line makes it, because
+    # SharedMemory's own complains when views of it outlive it.
+    segment.close()
+    try:
+        claim(name, size)
+    except OSError as err:
+        segment.unlink()
+        raise ChannelError(
+            f"/dev/shm has no room for {size} bytes: {err.strerror}. Make it larger: "
+            "mount -o remount,size=1G /dev/shm (in a container: --shm-size)"
+        ) from None
+    return map_segment(name), segment
+
+
+def check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ChannelError(f"{name!r} cannot be the name of a shared memory segment")
 
 
-def _claim(name: str, size: int) -> None:
+def claim(name: str, size: int) -> None:
     """Make the kernel set the pages aside now. Raises `OSError` when there are not enough.
 
     A segment's size alone is only a promise: on a full /dev/shm the first store into a page that
@@ -180,7 +188,7 @@ def _claim(name: str, size: int) -> None:
         os.close(fd)
 
 
-def _map(name: str) -> mmap.mmap:
+def map_segment(name: str) -> mmap.mmap:
     """Map all of /dev/shm/``name``, which is where shm_open looks on Linux.
 
     Not SharedMemory(name): before Python 3.13 that registers with the resource tracker of the

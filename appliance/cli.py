@@ -296,7 +296,10 @@ def run_serve(args: argparse.Namespace) -> int:
         return _fail(args, err, EXIT_CONFIG)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: box.drain())
-    box.run()
+    try:
+        box.run()
+    except ConfigError as err:
+        return _fail(args, err, EXIT_CONFIG)
     return 0
 
 

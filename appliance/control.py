@@ -201,6 +201,38 @@ class PersonaReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_misses: int
 
 
+class MemoryReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes on the GPU."""
+
+    gpu: str
+    used: int
+    """By everybody."""
+    total: int
+    weights: int
+    committed: int
+    """State of sessions, now."""
+    full: int
+    """And once every slot holds one at full retention."""
+    session: int
+    """Of one session at full retention."""
+    for_sessions: int
+    """What all sessions' state may come to: what it is, and what is free."""
+    short_in_ticks: int = -1
+    """There was no memory for what is needed in so many ticks; -1: there was."""
+
+
+class SideState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model beside the voice, over all callers since the start; see `side_report`."""
+
+    name: str
+    contract: str
+    records: int
+    delivered: int
+    alarms: int
+    smallest_margin_ns: int
+    """Of results in time; 0: there is none."""
+
+
 class Report(_Message, frozen=True):
     """What the box is doing right now."""
 
@@ -239,6 +271,11 @@ class Report(_Message, frozen=True):
     """Sessions ended since the start because their line read nothing for [clock] hung_line_s."""
     personas: PersonaReport | None = None
     """None: this box feeds no prompts."""
+    memory: MemoryReport | None = None
+    """None: sessions live in the machine's own memory."""
+    beside: tuple[SideState, ...] = ()
+    beside_restarts: int = 0
+    """Times the process of the models beside the voice died and was started again."""
     view: BoxView | None = None
     """Each session, if that was asked for."""
 

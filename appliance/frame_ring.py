@@ -37,6 +37,7 @@ LINE_BYTES = 64
 RING_HEADER_BYTES = 3 * LINE_BYTES
 MAGIC_UPLINK = int.from_bytes(b"dbx-up\0\1", "little")
 MAGIC_DOWNLINK = int.from_bytes(b"dbx-dn\0\1", "little")
+MAGIC_RESULTS = int.from_bytes(b"dbx-rs\0\1", "little")
 MAGIC_RECEIPTS = int.from_bytes(b"dbx-rc\0\1", "little")
 """First eight bytes of what they name; the last byte is the layout's version."""
 
@@ -123,7 +124,27 @@ class Receipt(NamedTuple):
 
 UPLINK_FIELDS = struct.Struct("<qIq")
 DOWNLINK_FIELDS = struct.Struct("<QIqqqqiIq")
+
+
+class Result(NamedTuple):
+    """What a model beside the voice made of one period or one input; see `contracts.Outcome`."""
+
+    model: int
+    """Which of the box's models, in the order of its config. u8."""
+    number: int
+    """Period (hard) or input (the others), counted from the call's first frame. i64."""
+    outcome: int
+    """`contracts.Outcome`. u8: check it, a peer wrote it."""
+    value: float
+    """What was handed on; NaN when nothing was. f64."""
+    margin_ns: int
+    """Due minus in hand; negative when it was late; 0 when nothing was run. i64."""
+    age_ns: int
+    """From the input to the result in hand; 0 when nothing was run. i64."""
+
+
 RECEIPT_FIELDS = struct.Struct("<QIqBqq")
+RESULT_FIELDS = struct.Struct("<BqBdqq")
 RING_FIELDS = struct.Struct("<QQQQ")  # magic, capacity, samples, bytes of one entry
 
 
@@ -337,3 +358,28 @@ class ReceiptRing(_Ring):
         receipt = Receipt(*RECEIPT_FIELDS.unpack_from(self._buffer, self._offsets[entry]))
         self._cursor.consume()
         return receipt
+
+
+class ResultRing(_Ring):
+    """What models beside the voice made of a caller's audio, their process -> box. No PCM."""
+
+    __slots__ = ()
+    MAGIC = MAGIC_RESULTS
+
+    def put(self, result: Result) -> bool:
+        """Publish one result. False, and nothing happened, if the ring is full."""
+        entry = self._cursor.free_entry()
+        if entry < 0:
+            return False
+        RESULT_FIELDS.pack_into(self._buffer, self._offsets[entry], *result)
+        self._cursor.publish()
+        return True
+
+    def get(self) -> Result | None:
+        """Take the oldest result. None if empty."""
+        if not self._cursor.waiting():
+            return None
+        entry = self._cursor.read % self.capacity
+        result = Result(*RESULT_FIELDS.unpack_from(self._buffer, self._offsets[entry]))
+        self._cursor.consume()
+        return result

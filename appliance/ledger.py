@@ -1,10 +1,11 @@
 """What is written down about every frame of every call, and how it is read back.
 
 One file per call: a header (what call, of which model, on which grid), then records of 88 bytes,
-appended and never changed. Three kinds share the width:
+appended and never changed. Four kinds share the width:
 
     TICK      one per due frame, also for ticks that never ran: what was heard, what came of it
     RECEIPT   one or two per frame, from the line: what the caller heard
+    SIDE      one per period or input of each model beside the voice: what came of it
     END       one, when the session is gone: how many frames were due, and why it ended
 
 Every record carries session, generation and a CRC-32. A file that was cut short, by a full disk
@@ -16,7 +17,7 @@ CRC is wrong, and says how many bytes it dropped. Not here: the thread that writ
 import enum
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-MAGIC = b"dbxcall\x02"
+MAGIC = b"dbxcall\x03"
 """First bytes of a call's file; the last one is the format's version."""
+READABLE = (MAGIC, b"dbxcall\x02")
+"""Version 2 had no records of models beside the voice; otherwise it is the same."""
 
 SUFFIX = ".call"
 RECORD_BYTES = 88
@@ -49,6 +52,7 @@ class Kind(enum.IntEnum):
     TICK = 1
     RECEIPT = 2
     END = 3
+    SIDE = 4
 
 
 class Flag(enum.IntFlag):
@@ -163,6 +167,18 @@ RECEIPT = _layout(
 )
 """What became of one frame."""
 
+SIDE = _layout(
+    {
+        **_COMMON,  # index: period (hard) or input, counted from the call's first frame
+        "outcome": ("u1", 1),  # `contracts.Outcome`
+        "model": ("<u2", 2),  # which of `Header.beside`
+        "margin_ns": ("<i8", 24),  # due minus in hand; 0 when nothing was run
+        "age_ns": ("<i8", 32),  # input to result in hand; 0 when nothing was run
+        "value": ("<f8", 40),  # what was handed on; NaN when nothing was
+    }
+)
+"""What became of one period or input of a model beside the voice."""
+
 END = _layout(
     {
         **_COMMON,  # index: frames that were due
@@ -173,6 +189,17 @@ END = _layout(
     }
 )
 """The end of the call."""
+
+
+class Beside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model beside the voice and its contract."""
+
+    name: str
+    model: str
+    contract: str
+    """`contracts.Contract`."""
+    period_ns: int
+    bound_ns: int
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -196,6 +223,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the model was told to be before it heard its caller."""
     prompt_frames: int = 0
     """How long that was; frames of the call count from 0 after it."""
+    beside: tuple[Beside, ...] = ()
+    """Models that heard the caller beside the voice, in the order SIDE records number them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +241,8 @@ class Call:
     """`END`; None: the call is still on, or the box was killed."""
     dropped_bytes: int
     """Torn tail: bytes at the end that are no whole, sound record."""
+    side: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, SIDE))
+    """(results,) `SIDE`."""
 
 
 def file_name(header: Header) -> str:
@@ -247,7 +278,7 @@ def read_call(path: Path) -> Call:
     view = memoryview(raw)
     while sound + RECORD_BYTES <= len(raw):
         crc = int.from_bytes(view[sound + CRC_AT : sound + RECORD_BYTES], "little")
-        if zlib.crc32(view[sound : sound + CRC_AT]) != crc or raw[sound] not in (1, 2, 3):
+        if zlib.crc32(view[sound : sound + CRC_AT]) != crc or raw[sound] not in (1, 2, 3, 4):
             break
         sound += RECORD_BYTES
     # Sorted as plain bytes: selecting structured records copies their named fields only.
@@ -260,6 +291,7 @@ def read_call(path: Path) -> Call:
         receipts=_of_kind(rows, Kind.RECEIPT, RECEIPT),
         end=ends[-1] if len(ends) else None,
         dropped_bytes=len(raw) - sound,
+        side=_of_kind(rows, Kind.SIDE, SIDE),
     )
 
 
@@ -296,7 +328,7 @@ def _of_kind(rows: NDArray[np.uint8], kind: Kind, layout: np.dtype[np.void]) -> 
 
 def _decode_header(path: Path, raw: bytes) -> tuple[Header, int]:
     start = len(MAGIC) + 4
-    if not raw.startswith(MAGIC):
+    if not raw.startswith(READABLE):
         if raw.startswith(MAGIC[:-1]) and len(raw) > len(MAGIC):
             raise LedgerError(
                 f"{path}: format {raw[len(MAGIC) - 1]}; this program reads {MAGIC[-1]}. "

@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from appliance import side_report
 from appliance.box_view import Watch
 from appliance.call_table import NAME, CallRow, CallTable, Totals
 from appliance.clock import NS_PER_S, Clock, wall_stamp
-from appliance.frame_ring import Outcome, Receipt, ReceiptRing
+from appliance.frame_ring import Outcome, Receipt, ReceiptRing, Result, ResultRing
 from appliance.ledger import (
     BUFFER_UNKNOWN,
     END,
@@ -40,6 +41,7 @@ from appliance.ledger import (
     seal,
 )
 from appliance.retention import Keep, remove
+from appliance.side_report import SideReport
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class Open:
 
     header: Header
     receipts: ReceiptRing
+    results: ResultRing | None
 
 
 @dataclass(slots=True)
@@ -129,6 +132,7 @@ class Finish:
 class _CallFile:
     header: Header
     receipts: ReceiptRing
+    results: ResultRing | None
     lost_at_open: int
     fd: int | None = None
     """None until the file could be made: no folder, no room or no descriptor may be had for now."""
@@ -165,6 +169,8 @@ class LedgerWriter:
         """Records given up because their disk refused them for too long."""
         self.watch = Watch()
         """How each open call has fared in its last ticks."""
+        self.side: list[SideReport] = []
+        """What models beside the voice made of all callers since the start."""
         self.failure: BaseException | None = None
         """What ended the thread before its time; control looks, and ends the box."""
         self._folder = folder
@@ -180,9 +186,11 @@ class LedgerWriter:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger")
 
-    def open(self, header: Header, receipts: ReceiptRing) -> None:
-        """Before the tick thread hears of the session."""
-        self._commands.append(Open(header, receipts))
+    def open(
+        self, header: Header, receipts: ReceiptRing, results: ResultRing | None = None
+    ) -> None:
+        """Before the tick thread hears of the session. results: of models beside the voice."""
+        self._commands.append(Open(header, receipts, results))
 
     def settle(self, session: int, due: int, why: Why) -> None:
         """After the tick thread has let go of the session."""
@@ -234,6 +242,8 @@ class LedgerWriter:
             self._enter_records(call, records[records["session"] == session])
         for call, receipts in fetched:
             self._enter_receipts(call, receipts)
+        for call in self._calls.values():
+            self._enter_results(call)
         for command in closing:
             self._close_on(command)
         for call in list(self._calls.values()):
@@ -255,7 +265,9 @@ class LedgerWriter:
         return closing
 
     def _open(self, command: Open) -> None:
-        call = _CallFile(command.header, command.receipts, self._ring.lost)
+        call = _CallFile(command.header, command.receipts, command.results, self._ring.lost)
+        if command.header.beside and not self.side:
+            self.side = side_report.begin(command.header.beside)
         call.pending += encode_header(command.header)
         self._calls[command.header.session] = call
         self.watch.begin(command.header.session, command.header.line)
@@ -302,6 +314,24 @@ class LedgerWriter:
         if rows:
             self._append_receipts(call, rows)
 
+    def _enter_results(self, call: _CallFile) -> None:
+        """What models beside the voice made of this caller."""
+        found: list[Result] = []
+        ring, models = call.results, len(call.header.beside)
+        while ring is not None and len(found) < ring.capacity:
+            result = ring.get()
+            if result is None:
+                break
+            if side_report.is_sound(result, models):
+                found.append(result)
+        if not found:
+            return
+        header = call.header
+        records = side_report.side_records(found, header.session, header.generation)
+        for number in np.unique(records["model"]).tolist():
+            self.side[number].add(records[records["model"] == number])
+        call.pending += seal(records)
+
     def _believe(self, call: _CallFile, receipt: Receipt) -> bool:
         """A line is another process: its numbers are looked at before they are written down."""
         index = receipt.frame_index
@@ -332,6 +362,7 @@ class LedgerWriter:
         header = call.header
         now_ns = self._clock.now_ns()
         self._enter_receipts(call, _drain(call.receipts))
+        self._enter_results(call)
         if why is Why.LOST and call.awaited:
             # Nobody is left to ask. Say so, rather than leave a hole that looks like our fault.
             self._append_receipts(

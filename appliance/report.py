@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from appliance.ledger import RECORD_BYTES, Call, Flag, Settled, Why
+from appliance.side_report import SideReport, side_reports
+from appliance.side_report import text as side_text
 
 LONGEST_NAME = 40
 """Characters of a caller's name that a table has room for; the ledger keeps all of it."""
@@ -111,6 +113,8 @@ class Summary:
     """Whose share is the smallest, then whose margin is; 0 when there is none."""
     worst_on_time_share: float
     unexplained: int
+    beside: tuple[SideReport, ...] = ()
+    """Models beside the voice, and how their contracts were kept."""
 
 
 def summarise(calls: Sequence[Call]) -> Summary:
@@ -125,6 +129,7 @@ def summarise(calls: Sequence[Call]) -> Summary:
         worst_session=worst.session if worst else 0,
         worst_on_time_share=worst.on_time_share if worst else 1.0,
         unexplained=sum(s.unexplained for s in sessions),
+        beside=tuple(side_reports(calls)),
     )
 
 
@@ -265,6 +270,7 @@ def text(summary: Summary) -> str:
         f"p99 {_ms(ticks.p99_ns)}, p99.9 {_ms(ticks.p999_ns)}, max {_ms(ticks.max_ns)} "
         f"of {_ms(ticks.period_ns)} ms",
     ]
+    lines += [side_text(one) for one in summary.beside]
     lines += [remark for s in summary.sessions for remark in _remarks(s)]
     if summary.unexplained:
         lines.append(f"ledger    {summary.unexplained} frames are UNEXPLAINED")

@@ -13,6 +13,7 @@ from appliance.foresight import Foresight
 from appliance.leases import Leases
 from appliance.ledger_writer import LedgerWriter
 from appliance.reception import Reception
+from appliance.side_models import SideModels
 from appliance.tick_loop import TickLoop
 from engines.bundle import Manifest
 
@@ -41,6 +42,7 @@ class Reporter:
         leases: Leases,
         foresight: Foresight,
         reception: Reception,
+        beside: SideModels,
     ) -> None:
         self._manifest = manifest
         self._loop = loop
@@ -48,6 +50,9 @@ class Reporter:
         self._leases = leases
         self._foresight = foresight
         self._reception = reception
+        self._beside = beside
+        self._seen_alarms = 0
+        self._told_ns = 0
         self._seen_late = (0, 0)
         self._quiet_until_ns = 0
 
@@ -79,7 +84,49 @@ class Reporter:
             sessions_reset=counted.reset,
             lines_hung=counts.hung,
             personas=self._reception.report(),
+            memory=self._memory(),
+            beside=tuple(
+                control.SideState(
+                    name=one.name,
+                    contract=one.contract,
+                    records=one.records,
+                    delivered=one.delivered,
+                    alarms=one.alarms,
+                    smallest_margin_ns=one.smallest_margin_ns or 0,
+                )
+                for one in ledger.side
+            ),
+            beside_restarts=self._beside.restarts,
             view=view,
+        )
+
+    def say_alarms(self, now_ns: int) -> None:
+        """Contracts of models beside the voice that were not kept; at most once a second."""
+        alarms = sum(one.alarms for one in self._ledger.side)
+        if alarms == self._seen_alarms or now_ns < self._told_ns + NS_PER_S:
+            return
+        names = ", ".join(f"{one.name}={one.alarms}" for one in self._ledger.side if one.alarms)
+        logger.warning(
+            "models beside the voice: %d results more were not in time; since the start %s",
+            alarms - self._seen_alarms,
+            names,
+        )
+        self._seen_alarms, self._told_ns = alarms, now_ns
+
+    def _memory(self) -> control.MemoryReport | None:
+        use = self._foresight.memory()
+        if use is None:
+            return None
+        return control.MemoryReport(
+            gpu=self._foresight.gpu,
+            used=use.device_used,
+            total=use.device_total,
+            weights=use.weights,
+            committed=use.whole + use.committed,
+            full=use.full,
+            session=use.session,
+            for_sessions=use.for_sessions,
+            short_in_ticks=-1 if use.short_in_ticks is None else use.short_in_ticks,
         )
 
     def say_lateness(self, now_ns: int) -> None:

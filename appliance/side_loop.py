@@ -70,10 +70,21 @@ class SideLoop:
     """Filled by another thread: append only."""
     stopping: bool = False
     alarms: int = 0
-    _due: int = 0
+    first: int = 0
+    """HARD: the first period that is owed."""
+    _due: int = field(init=False)
     _last: float = 0.0
     """What stands in for a result that does not come: the one before."""
     _steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+
+    def __post_init__(self) -> None:
+        self._due = self.first
+
+    def wake_ns(self, never_ns: int) -> int:
+        """HARD: when the next period begins, if no input is needed to know; else ``never_ns``."""
+        if self.terms.contract is not Contract.HARD:
+            return never_ns
+        return self.grid.start_ns(self._due)
 
     def run(self, poll_ns: int) -> None:
         """Turn until told to stop: on the grid for HARD, else as inputs come."""

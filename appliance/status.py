@@ -63,6 +63,27 @@ def text(name: str, report: Report) -> list[str]:
         f"late {report.ticks_late}, missed {report.ticks_missed}",
         f"  refused   {refused or 'nobody'}; sent away because of lateness: {report.sessions_shed}",
     ]
+    if report.memory is not None:
+        use = report.memory
+        lines.append(
+            f"  memory    {use.used / 1e9:.1f} of {use.total / 1e9:.1f} GB used on {use.gpu}: "
+            f"weights {use.weights / 1e9:.1f}, state of sessions {use.committed / 1e9:.1f}, of all "
+            f"at full retention {use.full / 1e9:.1f}; {use.session / 1e9:.2f} each"
+        )
+        if use.short_in_ticks >= 0:
+            lines.append(
+                f"  MEMORY    none left for what is needed in {use.short_in_ticks} ticks: another "
+                f"process took it (nvidia-smi lists it)"
+            )
+    lines += [
+        f"  beside    {one.name} ({one.contract}): {one.delivered} of {one.records} results in "
+        f"time, smallest margin {one.smallest_margin_ns / 1e6:.1f} ms, alarms {one.alarms}"
+        for one in report.beside
+    ]
+    if report.beside_restarts:
+        lines.append(
+            f"  BESIDE    their process died and was started again {report.beside_restarts} times"
+        )
     if report.lines_hung:
         lines.append(f"  LINES     {report.lines_hung} calls ended because their line hung")
     if report.disk_errors or report.records_dropped:

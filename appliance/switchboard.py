@@ -34,6 +34,7 @@ from appliance.reception import Reception
 from appliance.reporter import Counted, Reporter
 from appliance.seat import Arrive, Depart, FromTick, Left, Primed, Restart, Restarted, WentLive
 from appliance.session import Event, SessionId, State
+from appliance.side_models import SideModels
 from appliance.step_model import StepSamples
 from appliance.tick_loop import TickLoop
 from engines.bundle import Bundle
@@ -63,6 +64,7 @@ class Switchboard:
         ledger: LedgerWriter,
         reception: Reception,
         clock: Clock,
+        beside: SideModels,
         policy: ClockConfig,
         memory_bytes: int,
         session_bytes: int,
@@ -88,6 +90,7 @@ class Switchboard:
         self._policy = policy
         self.foresight = Foresight(
             loop, bundle.manifest, admission, slots, memory_bytes, session_bytes, samples
+        self._beside = beside
         )
         self._on_failure = on_failure
         self._leases = Leases(slots)
@@ -99,7 +102,7 @@ class Switchboard:
         self._stop = False
         self._rest = threading.Event()
         self._reporter = Reporter(
-            bundle.manifest, loop, ledger, self._leases, self.foresight, reception
+            bundle.manifest, loop, ledger, self._leases, self.foresight, reception, beside
         )
         self._selector = selectors.DefaultSelector()
         self._listener = Listener(path)
@@ -182,7 +185,9 @@ class Switchboard:
 
     # --- lines
 
+        self._beside.look(now_ns)
     def _accept(self) -> None:
+        self._reporter.say_alarms(now_ns)
         lines = len(self._selector.get_map()) - 1  # the listener is in it, too
         peer, problem = self._listener.accept(has_room=lines < MOST_LINES)
         if peer is None:
@@ -292,7 +297,16 @@ class Switchboard:
         first_frame_ns = self._policy.first_frame_s * NS_PER_S
         t0_ns, now_ns = self._loop.grid.t0_ns, self._clock.now_ns()
         call = prepare(
-            self._bundle, self._token, t0_ns, connection, join, lease, job, first_frame_ns, now_ns
+            self._bundle,
+            self._token,
+            t0_ns,
+            connection,
+            join,
+            lease,
+            job,
+            self._beside,
+            first_frame_ns,
+            now_ns,
         )
         if isinstance(call, Refusal):
             return call
@@ -445,6 +459,7 @@ class Switchboard:
         logger.info("session %d gone: why=%s frames_due=%d", session, why, call.due)
         if call.connection is None:
             return
+        self._beside.forget(session)
         call.connection.sessions.discard(session)
         if call.answer is None:
             self._send(call.connection, control.Gone(session, why))

@@ -5,8 +5,10 @@ voice activity detectors. It knows one stream and its state; it knows no clock a
 two that are described here come with their weights in wheels from PyPI; neither is a dependency.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import onnxruntime as ort
@@ -51,6 +53,9 @@ AKIKI = StreamSpec(
 )
 """akiki-vad.onnx of akiki 0.0.6 (Apache-2.0): 256 new samples, 320 of context (akiki/vad.py)."""
 
+SPECS = {spec.name: spec for spec in (SILERO, AKIKI)}
+"""By the names a box's config may use."""
+
 
 class StreamModel:
     """One stream through one model, on one CPU thread. One thread uses it."""
@@ -79,6 +84,13 @@ class StreamModel:
         if spec.takes_rate:
             self._feeds[spec.takes_rate] = np.array(spec.rate_hz, np.int64)
         self.reset()
+
+    def another(self) -> Self:
+        """A new stream through the same loaded graph, for the same thread."""
+        other = copy.copy(self)
+        other._feeds = dict(self._feeds)
+        other.reset()
+        return other
 
     def reset(self) -> None:
         """Begin a new stream."""

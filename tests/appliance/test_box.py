@@ -25,6 +25,7 @@ from appliance.clock import NS_PER_MS as MS
 from appliance.clock import MonotonicClock
 from appliance.config import (
     AdmissionConfig,
+    BesideConfig,
     ClockConfig,
     Config,
     ConfigError,
@@ -54,6 +55,7 @@ class Running:
         admission: AdmissionConfig = GENEROUS,
         first_frame_s: int = 1,
     ) -> None:
+        beside: tuple[BesideConfig, ...] = (),
         self.executor = FakeExecutor(make_bundle(folder / "bundle"), 2, work)
         self.config = Config(
             engine=EngineConfig(folder / "bundle"),
@@ -64,6 +66,7 @@ class Running:
             ledger=LedgerConfig(folder / "calls"),
             admission=admission,
         )
+            beside=beside,
         self.box = Box(self.config, self.executor, MonotonicClock(), 2**30)
         self.error: BaseException | None = None
         # A daemon: a box that does not stop fails its test, and must not hold up the others.

@@ -353,7 +353,7 @@ def test_zeros_after_a_power_cut_are_no_records(tmp_path: Path) -> None:
     [
         (b"", "not a call's record"),
         (b"RIFF....WAVE", "not a call's record"),
-        (ledger.MAGIC[:-1] + b"\x63" + bytes(50), "format 99; this program reads 2"),
+        (ledger.MAGIC[:-1] + b"\x63" + bytes(50), "format 99; this program reads 3"),
         (ledger.MAGIC + b"\xff\xff\x00\x00{}", "header was cut short"),
         (ledger.MAGIC + b"\x02\x00\x00\x00{}", "header is damaged"),
     ],

@@ -1,86 +1,53 @@
-"""Two real detectors beside a real box: three clocks on one machine, none disturbing the others.
+"""Two real detectors beside a real box: three contracts on one machine, none disturbing the voice.
 
-Real time on a machine that may be busy: what is asserted is that each loop accounts for every
-period and input, that nothing late is handed on, and that the voice's ledger is whole. How often
-each was in time is printed, and is a figure of this machine.
+Real time on a machine that may be busy: what is asserted is that every period and every input of
+every caller has its record, that nothing late is handed on, and that the voice's ledger is whole.
+How often each was in time is printed, and is a figure of this machine.
 """
 
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from appliance import demonstration, ledger, report
-from appliance.clock import MonotonicClock, TickGrid
-from appliance.contracts import Contract, Outcome, Terms
-from appliance.side_loop import Input, Record, SideLoop
-from engines.stream_model import AKIKI, SILERO, StreamModel, StreamSpec
+from appliance import control, demonstration, ledger, report
+from appliance.clock import MonotonicClock
+from appliance.config import BesideConfig, ConfigError
+from appliance.contracts import Outcome
+from appliance.side_models import SideModels, plan
+from appliance.status import ask
+from engines.bundle import Timing
+from engines.stream_model import AKIKI, SILERO
 from tests.appliance.lines.test_boxes import serve
-from tests.appliance.test_box import DEADLINE_S
-from tests.engines.test_stream_model import speech, weights
+from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
+from tests.engines.test_stream_model import weights
+from tests.fakes import PERIOD_NS, SAMPLES
 
+__all__ = ["socket_path"]
 ROOT = Path(__file__).parents[2]
 TALK_S = 6.0
 
 
-class Side:
-    """One model, its loop in a thread, and a feeder that hands it speech in real time."""
-
-    def __init__(self, spec: StreamSpec, contract: Contract, bound_periods: int) -> None:
-        self.spec = spec
-        self.terms = Terms(contract, spec.period_ns, bound_periods * spec.period_ns)
-        self.clock = MonotonicClock()
-        self.records: list[Record] = []
-        model = StreamModel(spec, weights(spec))
-        model.step(np.zeros(spec.samples, np.float32))  # the first run allocates
-        model.reset()
-        self._talk = speech(spec.rate_hz)
-        self.grid = TickGrid(0, spec.period_ns)
-        self.loop = SideLoop(model, self.terms, self.clock, self.grid, self.records.append)
-        self.fed = 0
-        self._threads = [
-            threading.Thread(target=self.loop.run, args=(1_000_000,), daemon=True),
-            threading.Thread(target=self._feed, daemon=True),
-        ]
-
-    def _feed(self) -> None:
-        talk = self._talk
-        while not self.loop.stopping:
-            # A chunk is complete when its period has passed; HARD owes its result one later.
-            at_ns = self.grid.start_ns(self.fed) - 2_000_000
-            self.clock.sleep_until(at_ns)
-            begin = self.fed * self.spec.samples % (len(talk) - self.spec.samples)
-            pcm = talk[begin : begin + self.spec.samples]
-            self.loop.waiting.append(Input(self.fed, self.clock.now_ns(), pcm))
-            self.fed += 1
-
-    def start(self) -> None:
-        self.grid = TickGrid(self.clock.now_ns() + 100_000_000, self.spec.period_ns)
-        self.loop.grid = self.grid
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        self.loop.stopping = True
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
+def beside() -> tuple[BesideConfig, ...]:
+    return (
+        BesideConfig("speech", "silero-vad", weights(SILERO), "hard"),
+        BesideConfig("speech-now", "akiki-vad", weights(AKIKI), "freshness"),
+        BesideConfig("speech-all", "silero-vad", weights(SILERO), "event"),
+    )
 
 
 @pytest.mark.slow
-def test_three_clocks_on_one_machine(tmp_path: Path) -> None:
-    sides = [
-        Side(SILERO, Contract.HARD, 1),
-        Side(AKIKI, Contract.FRESHNESS, 2),
-        Side(SILERO, Contract.EVENT, 2),
-    ]
+def test_three_contracts_beside_the_voice_of_two_callers(tmp_path: Path) -> None:
+    tables = "".join(
+        f'[[beside]]\nname = "{one.name}"\nmodel = "{one.model}"\nfile = "{one.file}"\n'
+        f'contract = "{one.contract}"\n'
+        for one in beside()
+    )
     with tempfile.TemporaryDirectory(prefix="dbx-") as folder:
-        engine = serve(tmp_path, Path(folder), "a")
-        for side in sides:
-            side.start()
+        engine = serve(tmp_path, Path(folder), "a", tables)
         ran = subprocess.run(
             [
                 *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
@@ -92,8 +59,7 @@ def test_three_clocks_on_one_machine(tmp_path: Path) -> None:
             text=True,
             timeout=60,
         )
-        for side in sides:
-            side.stop()
+        state = ask(Path(folder) / "a.sock")
         engine.terminate()
         assert engine.wait(DEADLINE_S) == 0
         assert engine.stderr is not None
@@ -103,16 +69,67 @@ def test_three_clocks_on_one_machine(tmp_path: Path) -> None:
     calls = ledger.read_folder(tmp_path / "a") if refused < 2 else []
     voice = report.summarise(calls)
     assert (voice.unexplained, len(voice.sessions)) == (0, 2 - refused), ran.stderr
-    lines = [report.text(voice).splitlines()[-2]]
-    for side in sides:
-        numbers = [record.number for record in side.records]
-        assert numbers == list(range(len(numbers)))  # one record each, in order, none missing
-        assert len(numbers) * side.spec.period_ns > TALK_S * 1e9 * 0.9
-        good = [record for record in side.records if record.outcome is Outcome.DELIVERED]
-        assert min(record.margin_ns for record in good) >= 0
-        assert np.mean([record.value > 0.5 for record in good]) > 0.4  # it hears the speech
-        lines.append(
-            f"{side.spec.name}, {side.terms.contract.value}: {len(good)} of {len(numbers)} in "
-            f"time, smallest margin {min(r.margin_ns for r in good) / 1e6:.1f} ms"
-        )
-    sys.stdout.write("\n".join(lines) + "\n")
+    assert state.beside_restarts == 0
+    for call in calls:
+        for number, one in enumerate(call.header.beside):
+            mine = call.side[call.side["model"] == number]
+            missing = np.setdiff1d(np.arange(len(mine)), mine["index"])
+            if one.contract == "hard":  # one for each period, whether or not its input came
+                assert mine["index"].tolist() == list(range(len(mine)))
+            else:  # one for each input; the synthetic callers lose a frame now and then
+                assert len(np.unique(mine["index"])) == len(mine)
+                assert len(missing) * one.period_ns <= 12 * PERIOD_NS
+            assert len(mine) * one.period_ns > TALK_S * 1e9 * 0.9
+            good = mine[mine["outcome"] == Outcome.DELIVERED]
+            assert good["margin_ns"].min() >= 0
+            assert (good["value"] > 0.5).mean() > 0.4  # it hears the speech
+    counted = {(one.name, one.records, one.delivered, one.alarms) for one in state.beside}
+    assert counted == {(o.name, o.records, o.delivered, o.alarms) for o in voice.beside}
+    sys.stdout.write(report.text(voice) + "\n")
+
+
+@pytest.mark.slow
+def test_their_process_may_die_and_no_call_notices(tmp_path: Path, socket_path: Path) -> None:
+    running = Running(tmp_path, socket_path, lambda batch: None, beside=beside()[:1])
+    running.start()
+    side = running.box.beside
+    line = Line(running)
+    line.speak(8)
+    line.settle(8)
+    assert side._process is not None
+    side._process.kill()
+    running.wait_for(lambda: side.restarts == 1)
+    line.speak(8)
+    line.settle(8)
+    line.speak(1, last=True)
+    assert line.settle_all() == control.Gone(line.admitted.session, "finished")
+    line.close()
+    running.box.drain()
+    running.join()
+    assert running.error is None
+    assert running.summary().unexplained == 0
+    (call,) = ledger.read_folder(running.config.ledger.folder)
+    numbers = call.side["index"]
+    assert len(np.unique(numbers)) == len(numbers)  # none twice, in the order of time
+    assert (np.diff(numbers) > 0).all()
+    assert not list(Path("/dev/shm").glob("dbx-*-tap"))
+
+
+def test_what_is_no_model_is_a_config_error_before_anything_starts(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.onnx"
+    junk.write_bytes(b"junk")
+    with pytest.raises(ConfigError, match=r"\[\[beside\]\] speech: .*junk\.onnx does not load"):
+        plan([BesideConfig("speech", "silero-vad", junk)])
+    with pytest.raises(ConfigError, match=r"akiki.* is not silero-vad"):
+        plan([BesideConfig("speech", "silero-vad", weights(AKIKI))])
+    one = BesideConfig("speech", "silero-vad", weights(SILERO))
+    with pytest.raises(ConfigError, match="speech is there twice"):
+        plan([one, one])
+
+
+def test_a_process_that_does_not_start_is_a_config_error(tmp_path: Path) -> None:
+    (model,) = plan([BesideConfig("speech", "silero-vad", weights(SILERO))])
+    gone = model.__class__(model.name, model.model, str(tmp_path / "x"), model.contract, 1)
+    sides = SideModels([gone], Timing(PERIOD_NS, 24_000, SAMPLES), MonotonicClock())
+    with pytest.raises(ConfigError, match="did not start"):
+        sides.start()
