@@ -22,6 +22,9 @@ MARGINS = 32
 MOST_SESSIONS = 256
 """Told of at once, worst first: what fits into one control message."""
 
+SAME_TENTHS = 50
+"""Margins within 5 ms of each other are as bad as each other."""
+
 BINS = 20
 """Of the histogram of ticks: equal parts of a period, and one more for what took longer."""
 
@@ -111,7 +114,8 @@ class Watch:
             found = [(session, fare, tuple(fare.margins)) for session, fare in self._fares.items()]
             histogram = tuple(self._histogram.tolist())
         live = [(s, f, m) for s, f, m in found if m]
-        live.sort(key=lambda one: min(one[2]))
+        # Worst first, but not so finely that rows change places all the time.
+        live.sort(key=lambda one: (min(one[2]) // SAME_TENTHS, one[0]))
         views = tuple(
             SessionView(
                 session=session,

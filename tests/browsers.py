@@ -74,7 +74,7 @@ class Page(Protocol):
 
     async def dark(self, on: bool) -> None: ...
 
-    async def picture(self, path: Path) -> None:
+    async def picture(self) -> bytes:
         """The whole page, as PNG."""
 
     def troubles(self) -> list[str]:
@@ -137,14 +137,14 @@ class ChromiumPage:
         feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
         await self._ask("Emulation.setEmulatedMedia", features=[feature])
 
-    async def picture(self, path: Path) -> None:
+    async def picture(self) -> bytes:
         metrics = await self._ask("Page.getLayoutMetrics")
         height = metrics["cssContentSize"]["height"]
         clip = {"x": 0, "y": 0, "width": self._width, "height": height, "scale": 1}
         shot = await self._ask(
             "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
         )
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
     def troubles(self) -> list[str]:
         found = []
@@ -193,11 +193,11 @@ class FirefoxPage:
     async def dark(self, on: bool) -> None:
         """Firefox is not told."""
 
-    async def picture(self, path: Path) -> None:
+    async def picture(self) -> bytes:
         shot = await self._wire.ask(
             "browsingContext.captureScreenshot", {"context": self._context, "origin": "document"}
         )
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
     def troubles(self) -> list[str]:
         return [
@@ -215,10 +215,10 @@ def _free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def _process(words: list[str], log: Path) -> AsyncIterator[None]:
+async def _process(words: list[str], log: Path, **env: str) -> AsyncIterator[None]:
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
-            *words, stdout=file, stderr=file, start_new_session=True
+            *words, stdout=file, stderr=file, start_new_session=True, env={**os.environ, **env}
         )
     try:
         yield
@@ -232,6 +232,12 @@ async def _process(words: list[str], log: Path) -> AsyncIterator[None]:
             await process.wait()
 
 
+def _make(folder: Path, prefs: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if prefs:
+        (folder / "user.js").write_text(prefs)
+
+
 def find(*names: str) -> str:
     """The first of these programs that is installed. Raises `BrowserError`."""
     for name in names:
@@ -241,9 +247,31 @@ def find(*names: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def chromium(folder: Path, microphone: Path) -> AsyncIterator[ChromiumPage]:
-    """microphone: a WAV file, said over and over."""
-    folder.mkdir(parents=True, exist_ok=True)
+async def loudspeaker(folder: Path) -> AsyncIterator[str]:
+    """A sound server with a sink that nobody hears; what PULSE_SERVER must be to play to it.
+
+    Firefox starts no audio without one, and Chromium's own fake takes samples in bursts.
+    """
+    _make(folder)
+    server = f"unix:{folder / 'pulse'}"
+    words = [
+        *(find("pulseaudio"), "-n", "--daemonize=no", "--exit-idle-time=-1", "--use-pid-file=no"),
+        *("--disallow-exit", "--realtime=no", "--high-priority=no"),
+        *("-L", "module-null-sink sink_name=nobody rate=48000"),
+        *("-L", f"module-native-protocol-unix auth-anonymous=1 socket={folder / 'pulse'}"),
+    ]
+    async with _process(words, folder / "pulseaudio.log", PULSE_RUNTIME_PATH=str(folder)):
+        for _ in range(100):
+            if (folder / "pulse").exists():
+                break
+            await asyncio.sleep(0.05)
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def chromium(folder: Path, microphone: Path, pulse: str) -> AsyncIterator[ChromiumPage]:
+    """microphone: a WAV file, said over and over. pulse: of `loudspeaker`."""
+    _make(folder)
     port = _free_port()
     words = [
         find("chromium", "chromium-browser", "google-chrome"),
@@ -262,7 +290,10 @@ async def chromium(folder: Path, microphone: Path) -> AsyncIterator[ChromiumPage
         "--autoplay-policy=no-user-gesture-required",
         "about:blank",
     ]
-    async with _process(words, folder / "chromium.log"), ClientSession() as session:
+    async with (
+        _process(words, folder / "chromium.log", PULSE_SERVER=pulse),
+        ClientSession() as session,
+    ):
         found = await _answers(session, f"http://127.0.0.1:{port}/json/version")
         async with session.ws_connect(found["webSocketDebuggerUrl"], max_msg_size=0) as ws:
             wire = Wire(ws)
@@ -286,17 +317,19 @@ user_pref("app.update.enabled", false);
 
 
 @contextlib.asynccontextmanager
-async def firefox(folder: Path) -> AsyncIterator[FirefoxPage]:
+async def firefox(folder: Path, pulse: str) -> AsyncIterator[FirefoxPage]:
     """Its microphone is a tone."""
     profile = folder / "profile"
-    profile.mkdir(parents=True, exist_ok=True)
-    (profile / "user.js").write_text(FIREFOX_PREFS)
+    _make(profile, FIREFOX_PREFS)
     port = _free_port()
     words = [
         find("firefox-esr", "firefox"),
         *("--headless", "--profile", str(profile), "--remote-debugging-port", str(port)),
     ]
-    async with _process(words, folder / "firefox.log"), ClientSession() as session:
+    async with (
+        _process(words, folder / "firefox.log", PULSE_SERVER=pulse),
+        ClientSession() as session,
+    ):
         ws = await _connect(session, f"ws://127.0.0.1:{port}/session")
         wire = Wire(ws)
         await wire.ask(

@@ -9,9 +9,9 @@ if samples were taken one by one instead of a frame at a time.
 
     spare = (next take - now) + (samples held - one frame) / rate
 
-The smallest spare of the last seconds is what the network left of the buffer. It is steered to
-`spare_ns` by stretching, slowly and by little (1 % at the very most), which also absorbs the
-difference of two clocks. Only when a stall has left far too much behind is anything cut out, with
+The smallest spare of the last seconds, one outlier left aside, is what the network left of the
+buffer. It is steered to `spare_ns` by stretching, slowly and by little (2 % at the very most), which
+also absorbs the difference of two clocks. Only when a stall has left far too much behind is anything cut out, with
 a short fade, and only after that much has waited for a whole second. So a page of P ms is P +
 `spare_ns` old when it is taken, however its arrival lies to the tick.
 """
@@ -30,12 +30,16 @@ SPARE_NS = 20 * NS_PER_MS
 WINDOW_TAKES = 64
 """How long an arrival counts: 5 s at 80 ms. Less forgets a hiccup before the next one comes."""
 
-PPM_PER_MS = 100.0
-"""Stretching per ms of spare too much or too little: 0.1 ms/s, so an error halves in 7 s, which
-is longer than the window it is measured in and hence settles."""
+OUTLIERS = 1
+"""Takes of the window whose spare does not count. A page that comes 100 ms late once in a while
+costs the frame it is late for; without this it would also cost 100 ms of lag for seconds."""
 
-MOST_PPM = 10_000.0
-"""A sixth of a semitone, for the seconds after a stall; sound cards have been seen 450 ppm off."""
+PPM_PER_MS = 300.0
+"""Stretching per ms of spare too much or too little: 0.3 ms/s, so an error halves in 2.3 s. That is
+shorter than the window it is measured in, so what the window holds is moved along with the buffer."""
+
+MOST_PPM = 20_000.0
+"""A third of a semitone, for the seconds after a stall; sound cards have been seen 450 ppm off."""
 
 CUT_TAKES = 12
 """Takes (about a second) for which too much must have waited before it is cut."""
@@ -138,6 +142,9 @@ class Intake:
         if self._held.size < self.samples:
             self.short += 1
             self._left.clear()
+            # The samples that wait are taken a tick later than they would have been.
+            for index, spare_ns in enumerate(self._spares):
+                self._spares[index] = spare_ns + self.period_ns
             return None
         frame, self._held = self._held[: self.samples], self._held[self.samples :]
         self._left.append(int(self._held.size))
@@ -165,12 +172,19 @@ class Intake:
         return True
 
     def _steer(self) -> None:
+        # What was measured before the last take would be measured so much later now.
+        moved_ns = round(self.ppm * self.period_ns / 1e6)
+        for index, spare_ns in enumerate(self._spares):
+            self._spares[index] = spare_ns + moved_ns
         if self._least is not None:
             self._spares.append(self._least)
             self._least = None
         if not self._spares:
             return
-        self.ppm = self._ppm_for(min(self._spares) - self.spare_ns)
+        counting = sorted(self._spares)[OUTLIERS if len(self._spares) > OUTLIERS else 0]
+        error_ms = (counting - self.spare_ns) / NS_PER_MS
+        # Too much to spare: make fewer samples, so that what is held shrinks.
+        self.ppm = float(np.clip(-error_ms * PPM_PER_MS, -MOST_PPM, MOST_PPM))
 
     def _cut(self) -> None:
         """Take out what a stall left behind, once it is clear that it stays."""

@@ -20,18 +20,20 @@ RATE_HZ = 24_000
 class OpusIn:
     """One caller's stream. Takes whole pages (`ogg.Page.raw`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate_hz: int = RATE_HZ) -> None:
+        """rate_hz: what to decode to; one of Opus's own."""
         self.failures = 0
         """Pages the library refused."""
-        self._reader = sphn.OpusStreamReader(RATE_HZ)
+        self._rate_hz = rate_hz
+        self._reader = sphn.OpusStreamReader(rate_hz)
 
     def decode(self, page: bytes) -> NDArray[np.float32]:
-        """(n,) float32 at 24 kHz; empty when the page could not be decoded."""
+        """(n,) float32; empty when the page could not be decoded."""
         try:
             pcm: NDArray[np.float32] = self._reader.append_bytes(page)
         except ValueError:
             self.failures += 1
-            self._reader = sphn.OpusStreamReader(RATE_HZ)
+            self._reader = sphn.OpusStreamReader(self._rate_hz)
             return np.zeros(0, np.float32)
         return pcm
 

@@ -28,7 +28,6 @@ from appliance.lines import wire
 from appliance.lines.jitter import Intake
 from appliance.lines.limits import Bucket
 from appliance.lines.ogg import OPUS_RATE_HZ, OggError
-from appliance.lines.opus import RATE_HZ
 from appliance.lines.stretch import Stretcher
 from appliance.lines.transcript import PieceText
 from appliance.lines.web_figures import KEPT, Figures, Pulse, Took, parts
@@ -37,7 +36,7 @@ from appliance.lines.web_reply import POLL_NS, Meant, Replies
 from appliance.lines.web_voice import VOICES, Voice
 from appliance.lines.wire import Ending, Wish
 
-LEAD_NS, MOST_LEAD_NS = 8 * NS_PER_MS, 24 * NS_PER_MS
+LEAD_NS, MOST_LEAD_NS = 6 * NS_PER_MS, 24 * NS_PER_MS
 """How long before a tick its frame is handed in: what this event loop may be late by, and what
 that may grow to on a machine where it is."""
 
@@ -116,7 +115,7 @@ class WebCall:
         self._samples = welcome.samples_per_frame
         self._voice: Voice = VOICES[subprotocol]()
         self._pulse = Pulse() if subprotocol else None
-        self._stretch = Stretcher(RATE_HZ, welcome.sample_rate_hz)
+        self._stretch = Stretcher(self._voice.rate_hz, welcome.sample_rate_hz)
         self._lead = Cushion(LEAD_NS, MOST_LEAD_NS)
         self._spare = Cushion(SPARE_NS, MOST_SPARE_NS)
         self._intake = Intake(

@@ -34,13 +34,19 @@ LOOKED_AT = 256
 """Frames that must all have had more to spare than they need before anything is given back."""
 
 
+KEPT, OUTLIERS = 1024, 3
+"""Frames of the past that the next call's phase goes by, and how many of them may be later."""
+
+
 class Phase:
     """When the frames of one call leave. Times are of one clock, all of them arguments."""
 
     def __init__(self, period_ns: int, expected_ns: int, follows: bool) -> None:
         """expected_ns: what a tick takes. follows: the client may be sent frames earlier."""
         self.latest_ns = period_ns + GUARD_NS
-        self.phase_ns = min(max(0, expected_ns) + GUARD_NS, self.latest_ns)
+        # A client that follows has a reserve of its own, and steers it.
+        guard_ns = EASE_NS if follows else GUARD_NS
+        self.phase_ns = min(max(0, expected_ns) + guard_ns, self.latest_ns)
         """From a tick's start until its frame leaves."""
         self.moved = 0
         """How often it had to move later."""
@@ -61,7 +67,7 @@ class Phase:
         self._spare.append(in_hand_ns)
         if not self._follows or len(self._spare) < LOOKED_AT:
             return 0
-        if min(self._spare) < EASE_NS + GUARD_NS // 2:
+        if min(self._spare) <= EASE_NS + GIVE_NS:
             return 0
         give_ns = min(GIVE_NS, self.phase_ns)
         self.phase_ns -= give_ns
@@ -104,7 +110,7 @@ class TickTimes:
 
     def __init__(self, period_ns: int) -> None:
         self._period_ns = period_ns
-        self._made: deque[int] = deque(maxlen=1024)
+        self._made: deque[int] = deque(maxlen=KEPT)
         self.forecast_ns: int | None = None
         """What the box says one tick in a thousand takes; None: it has not said."""
 
@@ -116,7 +122,7 @@ class TickTimes:
     def expected_ns(self) -> int:
         """At most a period, and that as long as nothing is known."""
         if len(self._made) >= LOOKED_AT:
-            return min(self._period_ns, max(self._made))
+            return min(self._period_ns, sorted(self._made)[-OUTLIERS - 1])
         if self.forecast_ns:
             return min(self._period_ns, max(self.forecast_ns, *self._made, 0))
         return self._period_ns

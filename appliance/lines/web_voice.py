@@ -40,7 +40,10 @@ class Part:
 
 
 class Voice(Protocol):
-    """One caller's audio, both ways. All of it at `RATE_HZ`."""
+    """One caller's audio, both ways. What is encoded is at `RATE_HZ`."""
+
+    rate_hz: int
+    """Of what `decode` returns."""
 
     @property
     def junk_bytes(self) -> int:
@@ -68,9 +71,11 @@ class Voice(Protocol):
 class OggVoice:
     """Ogg pages of Opus, headers before the first audio."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate_hz: int = OPUS_RATE_HZ) -> None:
+        """rate_hz: what to decode to. From twice the rate a resampler holds back half as long."""
+        self.rate_hz = rate_hz
         self._splitter = PageSplitter()
-        self._in = OpusIn()
+        self._in = OpusIn(rate_hz)
         self._out = OpusOut()
         self._unsent = np.zeros(0, np.float32)
 
@@ -101,7 +106,10 @@ class OggVoice:
 class PcmVoice:
     """Samples as they are. 48 kB/s each way, and nothing that takes time."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate_hz: int = RATE_HZ) -> None:
+        """rate_hz: the only one there is."""
+        assert rate_hz == RATE_HZ, rate_hz
+        self.rate_hz = rate_hz
         self.junk_bytes = 0
         self.dropped = 0
 

@@ -100,6 +100,7 @@ export function microphoneTrouble(err) {
   if (err?.name === "NotAllowedError") return "The microphone was not allowed. Allow it for this page, then talk.";
   if (err?.name === "NotFoundError") return "No microphone was found. Plug one in, then talk.";
   if (err?.name === "NotReadableError") return "Another program holds the microphone. Close it, then talk.";
+  if (err?.message === "silent") return "The loudspeaker does not start: this machine seems to have no sound device.";
   return `The microphone cannot be used: ${err?.message ?? err}`;
 }
 
@@ -114,14 +115,15 @@ export class Sound {
   async open() {
     if (!navigator.mediaDevices?.getUserMedia) throw new Error("insecure");
     this.context = new AudioContext({ latencyHint: "interactive" });
-    const [stream] = await Promise.all([
+    await Promise.all([
       navigator.mediaDevices.getUserMedia({
         audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true },
-      }),
+      }).then((stream) => { this.stream = stream; }),
       this.context.audioWorklet.addModule("/page/worklet.js"),
-      this.context.resume(),
+      // Where there is no sound device at all, this is never answered.
+      Promise.race([this.context.resume(), new Promise((_, no) => setTimeout(no, 8000, new Error("silent")))]),
     ]);
-    this.stream = stream;
+    const stream = this.stream;
     const kind = this.codec === "opus" ? { rate: 48000, block: 960 } : { rate: 24000, block: 240 };
     this.microphone = new AudioWorkletNode(this.context, "microphone", {
       numberOfOutputs: 0, channelCount: 1, channelCountMode: "explicit", processorOptions: kind,

@@ -5,6 +5,7 @@ import { bars, curve, element, html, spark } from "./chart.js";
 
 const at = (id) => document.getElementById(id);
 const KEPT = 240;
+const LIMITS = { lines: "then slots are taken", time: "then ticks lack time", memory: "then memory is short" };
 const histories = new Map(); // box and session -> {tick, margins}
 const cards = new Map();
 
@@ -77,7 +78,7 @@ function draw(box, line) {
   c.tiles.replaceChildren(
     tile("State", state, `tick ${box.tick.toLocaleString("en")}`, state !== "ready"),
     tile("Sessions", `${box.live}`, `of ${box.slots} slots`),
-    tile("Room for", `${box.free}`, box.limited_by ? `then ${box.limited_by} refuses` : "", !box.free),
+    tile("Room for", `${box.free}`, LIMITS[box.limited_by] ?? "", !box.free),
     tile("Margin now", box.live ? ms(box.margin_ms) : "–", `worst ${ms(box.worst_ms)}`, box.live > 0 && box.margin_ms < 0),
     tile("Late ticks", `${box.late}`, `${box.missed} missed`, box.late + box.missed > 0),
     tile("Sent away", `${box.shed}`, "because ticks were late", box.shed > 0));
@@ -127,7 +128,7 @@ function draw(box, line) {
       html("td", { class: "chart", "data-title": "Margin" }, chart),
       cell("Last", ms(s.margins.at(-1) / 10), s.margins.at(-1) < 0), cell("Worst", ms(s.worst / 10), s.worst < 0),
       cell("Late", String(s.late + s.missed), s.late + s.missed > 0), cell("Concealed", String(s.concealed)),
-      cell("Lag", String(s.lag), s.lag > 0),
+      cell("Lag", String(s.lag), s.lag > 1),
       cell("Way", way ? `${way.p50_ms.toFixed(0)} / ${way.p99_ms.toFixed(0)} ms` : "–"), cell("Memory", mib(s.bytes)));
   }));
 }

@@ -83,7 +83,7 @@ class Microphone extends AudioWorkletProcessor {
   }
 }
 
-/** Plays what it is posted. What is held back is steered by playing up to 0.5 % faster or slower,
+/** Plays what it is posted. What is held back is steered by playing up to 0.6 % faster or slower,
  *  so that in the worst of the last seconds `spare` ms were left when more came. */
 class Playout extends AudioWorkletProcessor {
   constructor(options) {
@@ -95,7 +95,7 @@ class Playout extends AudioWorkletProcessor {
     this.playing = false;
     this.startAt = 0; // currentTime from which the first samples are played
     this.lefts = [];
-    this.pull = 0;
+    this.pull = this.came = 0;
     this.dry = this.cuts = this.peak = this.ticks = this.got = 0;
     this.calm = 0;
     this.port.onmessage = ({ data }) => (data === "stop" ? this.stop() : this.arrive(data));
@@ -110,10 +110,11 @@ class Playout extends AudioWorkletProcessor {
   arrive(samples) {
     const held = this.heldMs;
     if (this.playing) {
-      this.lefts.push(held);
-      if (this.lefts.length > 64) this.lefts.shift();
+      // What was left before would be so much less now, because of how fast it was played.
+      const gone = this.pull * (currentTime - this.came) * 1000;
+      this.lefts = [...this.lefts.slice(-63).map((left) => left - gone), held];
       const error = Math.min(...this.lefts) - this.spare;
-      this.pull = Math.max(-0.005, Math.min(0.005, error * 0.0002));
+      this.pull = Math.max(-0.006, Math.min(0.006, error * 0.0004));
       if (this.lefts.length > 8 && error > 250) { // a stall left far too much behind
         this.resample.at += ((error - 20) / 1000) * this.rate;
         this.lefts = [];
@@ -122,6 +123,7 @@ class Playout extends AudioWorkletProcessor {
       if (++this.calm > 250 && this.spare > 15) { this.spare -= 1; this.calm = 0; }
     } else if (!this.startAt) this.startAt = currentTime + this.spare / 1000;
     this.resample.push(samples);
+    this.came = currentTime;
     this.got++;
   }
   process(_, [output]) {
