@@ -121,6 +121,8 @@ class Headroom:
     draining: bool
     forecast: Forecast | None = None
     """None: time is not looked at; only a certificate's search for the limit does that."""
+    memory_short: bool = False
+    """The device had no memory for what sessions who are there will soon need."""
     gate_open: bool = True
     """False: recent ticks ended too close to their deadlines; see `Gate`."""
 
@@ -135,7 +137,7 @@ class Headroom:
     def fit_memory(self) -> int:
         """Sessions whose state fits, at most `slots`."""
         fit = self.memory_bytes // self.session_bytes if self.session_bytes else self.slots
-        return min(fit, self.slots)
+        return min(fit, self.slots, self.held if self.memory_short else fit)
 
     @property
     def fit_time(self) -> int:
@@ -174,6 +176,12 @@ def admit(room: Headroom, manifest: Manifest, settings: Mapping[str, float]) -> 
         return Refusal(Reason.FAULT, str(err))
     if room.held >= room.slots:
         return Refusal(Reason.LINES, f"all {room.slots} slots are taken")
+    if room.memory_short:
+        return Refusal(
+            Reason.MEMORY,
+            f"the GPU had no memory for what {room.held} sessions will soon need: another process "
+            f"took it after the start",
+        )
     needed = (room.held + 1) * room.session_bytes
     if needed > room.memory_bytes:
         return Refusal(
@@ -274,6 +282,22 @@ def plan_shed(overload: Overload, tolerated: int, live: Sequence[int]) -> int | 
     if overload.late_run >= patient and overload.ticks_since_shed >= patient:
         return max(live)
     return None
+
+
+MEMORY_SHED_TICKS = 16
+"""How near the need of memory that is not there must be before somebody is sent away for it: what
+took it may give it back, and the goodbye takes a tick or two."""
+
+
+def plan_memory_shed(short_in_ticks: int, ticks_since_shed: int, live: Sequence[int]) -> int | None:
+    """The session to send away because others will find no memory; None: nobody yet.
+
+    Admission lets nobody in for whom there would be none, so somebody else has taken it. Again the
+    newest goes: its memory keeps the others talking. The last session is never sent away.
+    """
+    if len(live) < 2 or short_in_ticks > MEMORY_SHED_TICKS or ticks_since_shed < 4:
+        return None
+    return max(live)
 
 
 def _ms(ns: int) -> str:

@@ -9,30 +9,27 @@ control thread, then the ledger (which writes what is left), then sockets and me
 """
 
 import gc
-import importlib.metadata
 import logging
-import os
 import sys
-from pathlib import Path
 
 from appliance.admission import session_bytes
 from appliance.calibration import calibrate, warm_up
 from appliance.channel import Capacities
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
+from appliance.engine import open_engine
 from appliance.ledger_writer import LedgerWriter, RecordRing
 from appliance.notify import Notify
 from appliance.priming import PrimingDesk
 from appliance.realtime import ask_for_priority
-from appliance.side_models import SideModels, plan
 from appliance.reception import Reception
 from appliance.retention import Keep
+from appliance.side_models import SideModels, plan
 from appliance.step_model import StepSamples
 from appliance.switchboard import Switchboard
 from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
-from engines.bundle import Bundle
-from engines.executor import Executor, Primes
+from engines.executor import Executor, OnDevice, Primes
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +80,10 @@ class Box:
                 f"Name a folder this user may write to"
             ) from None
         desk = None
-        self.beside = SideModels(plan(config.beside), timing, clock, self._priority)
         if executor.bundle.manifest.prompt is not None and isinstance(executor, Primes):
             desk = PrimingDesk(executor.primer(), executor.bundle.manifest, executor.slots, clock)
         self.reception = Reception(executor.bundle, desk, config.persona)
+        self.beside = SideModels(plan(config.beside), timing, clock, self._priority)
         self.loop = TickLoop(
             executor=executor,
             clock=clock,
@@ -106,14 +103,15 @@ class Box:
             path=config.control.socket,
             bundle=executor.bundle,
             slots=min(config.engine.slots or executor.slots, executor.slots),
-            beside=self.beside,
             loop=self.loop,
             ledger=self.ledger,
             reception=self.reception,
+            beside=self.beside,
             clock=clock,
             policy=config.clock,
             memory_bytes=config.admission.memory_mb * 2**20 or memory_bytes,
             session_bytes=session_bytes(executor.bundle.manifest),
+            device=executor if isinstance(executor, OnDevice) else None,
             admission=config.admission,
             samples=self._samples,
             on_failure=self._fail,
@@ -127,9 +125,9 @@ class Box:
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
-            self.beside.start()
             self.ledger.start()
             self.reception.start()
+            self.beside.start()
             self.switchboard.start()
             # Before steps are timed: admission must know what they take as the loop will run them.
             ask_for_priority(self._priority)
@@ -146,10 +144,10 @@ class Box:
             self.loop.run()
         finally:
             self.switchboard.stop()
-            self.beside.stop()
-            self.beside.close()
             self.ledger.stop()
             self.reception.stop()
+            self.beside.stop()
+            self.beside.close()
             self.switchboard.close()
             self._notify.close()
             gc.unfreeze()
@@ -177,30 +175,5 @@ def open_box(config: Config) -> Box:
     Raises `ConfigError`, `engines.bundle.BundleError` or `listener.SocketTaken`.
     """
     bundle = bundles.read(config.engine.bundle)
-    available = available_memory_bytes()
-    executor = open_executor(bundle, config.engine.slots or bundle.manifest.largest_batch)
-    return Box(config, executor, MonotonicClock(), available, Notify())
-
-
-def open_executor(bundle: Bundle, slots: int) -> Executor:
-    """What runs ``bundle`` on this machine. Raises `engines.bundle.BundleError`."""
-    from engines.ort_executor import OrtExecutor  # loads ONNX Runtime, which lines do not need
-
-    return OrtExecutor(bundle, slots)
-
-
-def engine_name() -> str:
-    """What `open_executor` opens, with its version, for a certificate."""
-    version = importlib.metadata.version("onnxruntime")
-    return f"ONNX Runtime {version}, CPU, one thread"
-
-
-def available_memory_bytes() -> int:
-    """What Linux says could be allocated without swapping; else all physical memory."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # no procfs: fall through to what POSIX offers
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    engine = open_engine(bundle, config.engine)
+    return Box(config, engine.executor, MonotonicClock(), engine.memory_bytes, Notify())

@@ -17,12 +17,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from appliance import ledger, report
 from appliance.admission import Forecast, session_bytes
-from appliance.box import Box, available_memory_bytes, engine_name, open_executor
+from appliance.box import Box
 from appliance.calibration import calibrate, warm_up
 from appliance.certificate import (
     FORMAT,
@@ -47,6 +48,7 @@ from appliance.config import (
     LedgerConfig,
 )
 from appliance.demonstration import DATA
+from appliance.engine import Engine, open_engine
 from appliance.line_process import LineProcess
 from appliance.lines.callers import Conditions
 from appliance.lines.synthetic import SyntheticReport
@@ -62,6 +64,9 @@ PROBE_S = 20.0
 
 STAGGER_S = 1.0
 QUICK_S, QUICK_STAGGER_S, QUICK_SESSIONS = 6.0, 0.5, 2
+
+KERNELS = Path.home() / ".cache" / "duplexbox" / "kernels"
+"""Whoever certifies need not be who serves."""
 
 Say = Callable[[str], None]
 
@@ -86,6 +91,8 @@ class Asked:
     conditions: Conditions
     """callers, talk_s and extra are set trial by trial."""
     command: str
+    executor: Literal["auto", "cpu", "cuda"] = "auto"
+    gpu: int = 0
 
 
 def plan(args: argparse.Namespace) -> Asked:
@@ -109,6 +116,8 @@ def plan(args: argparse.Namespace) -> Asked:
         speech=speech,
         conditions=Conditions(1, 1, QUICK_STAGGER_S if args.quick else STAGGER_S, **given),
         command=" ".join(("duplexbox", *sys.argv[1:])),
+        executor=args.executor,
+        gpu=args.gpu,
     )
 
 
@@ -124,8 +133,9 @@ def run(bundle_path: Path, asked: Asked, out: Path, say: Say, progress: Say) -> 
             f"--sessions {asked.sessions}: the largest batch of {bundle.path} is {slots}. "
             f"Build a larger one: duplexbox export build --help"
         )
-    executor = open_executor(bundle, slots)
-    found = measure(executor, asked, out, say, progress)
+    wanted = EngineConfig(bundle_path, executor=asked.executor, gpu=asked.gpu, kernels=KERNELS)
+    engine = open_engine(bundle, wanted)
+    found = measure(engine, asked, out, say, progress)
     write(found, out)
     for line in text(found):
         say(line)
@@ -133,8 +143,9 @@ def run(bundle_path: Path, asked: Asked, out: Path, say: Say, progress: Say) -> 
     return 0 if found.holds else 1
 
 
-def measure(executor: Executor, asked: Asked, out: Path, say: Say, progress: Say) -> Certificate:
+def measure(engine: Engine, asked: Asked, out: Path, say: Say, progress: Say) -> Certificate:
     """Search, if asked to, then measure; see the module's text."""
+    executor = engine.executor
     out.mkdir(parents=True, exist_ok=True)
     started, load = wall_stamp(), _load()
     for line in _announcement(executor.bundle, asked):
@@ -146,13 +157,13 @@ def measure(executor: Executor, asked: Asked, out: Path, say: Say, progress: Say
         probe_s = min(asked.seconds, PROBE_S)
         guess = _guess(executor)
         while (count := next_trial(tried, executor.slots, guess)) is not None:
-            seen = _hold(executor, asked, count, probe_s, out, progress, search=True)
+            seen = _hold(engine, asked, count, probe_s, out, progress, search=True)
             trials.append(trial(seen.summary, seen.callers, count, probe_s, seen.unreadable))
             tried[count] = trials[-1].held
             say(_verdict(trials[-1]))
         guess = max((n for n, held in tried.items() if held), default=1)
     while True:
-        seen = _hold(executor, asked, guess, asked.seconds, out, progress, search=False)
+        seen = _hold(engine, asked, guess, asked.seconds, out, progress, search=False)
         trials.append(trial(seen.summary, seen.callers, guess, asked.seconds, seen.unreadable))
         say(_verdict(trials[-1]))
         admitted = sum(not caller.refused for caller in seen.callers)
@@ -161,7 +172,7 @@ def measure(executor: Executor, asked: Asked, out: Path, say: Say, progress: Say
         # Admission lets in fewer than the machine held, or the long run showed what the short
         # trials did not: measure again with fewer.
         guess = min(guess - 1, max(1, admitted))
-    return _certificate(executor, asked, trials, seen, guess, started, load)
+    return _certificate(engine, asked, trials, seen, guess, started, load)
 
 
 def _guess(executor: Executor) -> int:
@@ -193,7 +204,7 @@ class _Seen:
 
 
 def _hold(
-    executor: Executor,
+    engine: Engine,
     asked: Asked,
     count: int,
     seconds: float,
@@ -203,6 +214,7 @@ def _hold(
     search: bool,
 ) -> _Seen:
     """Run a box with ``count`` callers, all live for ``seconds``, and read back what happened."""
+    executor = engine.executor
     conditions = msgspec.structs.replace(
         asked.conditions,
         callers=count,
@@ -222,7 +234,7 @@ def _hold(
             ledger=LedgerConfig(folder),
             admission=AdmissionConfig(),
         )
-        box = Box(config, executor, MonotonicClock(), available_memory_bytes())
+        box = Box(config, executor, MonotonicClock(), engine.memory_bytes)
         box.switchboard.foresight.look_at_time = not search
         left, log = folder / "callers.json", folder / "callers.log"
         callers = LineProcess(
@@ -307,7 +319,7 @@ def _read(folder: Path) -> tuple[list[ledger.Call], list[str]]:
 
 
 def _certificate(
-    executor: Executor,
+    engine: Engine,
     asked: Asked,
     trials: list[Trial],
     seen: _Seen,
@@ -315,7 +327,7 @@ def _certificate(
     started: str,
     load: float,
 ) -> Certificate:
-    manifest = executor.bundle.manifest
+    manifest = engine.executor.bundle.manifest
     found = problems(seen.summary, seen.callers, sessions, seen.unreadable)
     newcomer = None
     if seen.extra is not None:
@@ -327,13 +339,13 @@ def _certificate(
         format=FORMAT,
         started=started,
         command=asked.command,
-        machine=_machine(load),
+        machine=_machine(engine, load),
         model=Model(
             name=manifest.model.name,
             trained=manifest.model.trained,
             parameters=manifest.model.parameters,
             checkpoint_sha256=manifest.model.checkpoint_sha256,
-            bundle=str(executor.bundle.path),
+            bundle=str(engine.executor.bundle.path),
             period_ns=manifest.timing.period_ns,
             full_retention_s=manifest.ticks_until_full() * manifest.timing.period_ns / NS_PER_S,
             session_bytes=session_bytes(manifest),
@@ -384,7 +396,7 @@ def _verdict(one: Trial) -> str:
     return f"{one.sessions} sessions for {one.seconds:g} s: {verdict}"
 
 
-def _machine(load_before: float) -> Machine:
+def _machine(engine: Engine, load_before: float) -> Machine:
     try:
         version = importlib.metadata.version("duplexbox")
     except importlib.metadata.PackageNotFoundError:
@@ -393,12 +405,12 @@ def _machine(load_before: float) -> Machine:
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        gpu="none",
-        driver="none",
+        gpu=engine.gpu,
+        driver=engine.driver,
         kernel=platform.release(),
         python=platform.python_version(),
         duplexbox=version,
-        engine=engine_name(),
+        engine=engine.name,
         load_before=load_before,
         load_after=_load(),
     )

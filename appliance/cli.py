@@ -67,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     certify.add_argument("--quick", action="store_true", help="seconds, not minutes: no evidence")
     certify.add_argument("--out", type=Path, metavar="DIR", help="default: out/certify-<time>")
+    certify.add_argument(
+        "--executor", choices=("auto", "cpu", "cuda"), default="auto", help="as [engine] executor"
+    )
+    certify.add_argument("--gpu", type=int, default=0, metavar="N", help="as [engine] gpu (0)")
     certify.add_argument("--speech", nargs="+", type=Path, metavar="WAV", help="what callers say")
     for name, help_ in (
         ("jitter-ms", "frames are late by 0 to this"),
@@ -400,7 +404,8 @@ def run_replay(args: argparse.Namespace) -> int:
     import json
 
     from appliance import journal, ledger, replay
-    from appliance.box import open_executor
+    from appliance.config import EngineConfig
+    from appliance.engine import open_engine
     from appliance.lines.wav import WavError, WavWriter
     from engines import bundle as bundles
     from engines.bundle import BundleError
@@ -411,7 +416,9 @@ def run_replay(args: argparse.Namespace) -> int:
         period_ns = call.header.period_ns
         first, last = replay.frames_between(period_ns, args.from_s, args.to_s, len(call.ticks))
         bundle = bundles.read(args.bundle or Path(call.header.bundle))
-        executor = open_executor(bundle, max((step.batch for step in steps), default=1))
+        most = max((step.batch for step in steps), default=1)
+        # Bits are promised where batches do not change them: on the CPU.
+        executor = open_engine(bundle, EngineConfig(bundle.path, most, "cpu")).executor
         with contextlib.ExitStack() as stack:
             hear = None
             if args.out:

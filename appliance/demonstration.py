@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from appliance import ledger, report
-from appliance.box import Box, available_memory_bytes
+from appliance.box import Box
 from appliance.clock import MonotonicClock
 from appliance.config import (
     AdmissionConfig,
@@ -27,6 +27,7 @@ from appliance.config import (
     EngineConfig,
     LedgerConfig,
 )
+from appliance.engine import available_memory_bytes
 from appliance.line_process import LineProcess
 from appliance.plot import margin_plot
 from appliance.seat import TickCounts

@@ -8,12 +8,21 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from appliance.admission import Forecast, Gate, Headroom, Overload, Policy, plan_shed
+from appliance.admission import (
+    Forecast,
+    Gate,
+    Headroom,
+    Overload,
+    Policy,
+    plan_memory_shed,
+    plan_shed,
+)
 from appliance.clock import NS_PER_MS, NS_PER_S
 from appliance.config import AdmissionConfig
 from appliance.step_model import StepModel, StepSamples
 from appliance.tick_loop import TickLoop
 from engines.bundle import Manifest
+from engines.executor import MemoryUse, OnDevice
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +43,9 @@ class Foresight:
         memory_bytes: int,
         session_bytes: int,
         samples: StepSamples,
+        device: OnDevice | None = None,
     ) -> None:
+        """memory_bytes, session_bytes: with a ``device``, it is asked again each time."""
         self.model: StepModel | None = None
         self.gate = Gate(0)
         self.look_at_time = True
@@ -45,6 +56,7 @@ class Foresight:
         self._memory_bytes = memory_bytes
         self._session_bytes = session_bytes
         self._samples = samples
+        self._device = device
         self._period_ns = manifest.timing.period_ns
         self._guard_ns = config.min_margin_ms * NS_PER_MS
         self._full_ns = manifest.ticks_until_full() * self._period_ns
@@ -75,16 +87,31 @@ class Foresight:
 
     def headroom(self, held: int, ready: bool, draining: bool) -> Headroom:
         """What admission goes by, now."""
+        use = self.memory()
+        limit, session = self._memory_bytes, self._session_bytes
+        if use is not None:
+            # Another process may have taken some since; what the config allows stays the most.
+            limit, session = min(limit, use.for_sessions), use.session
         return Headroom(
             slots=self._slots,
             held=held,
-            session_bytes=self._session_bytes,
-            memory_bytes=self._memory_bytes,
+            session_bytes=session,
+            memory_bytes=limit,
+            memory_short=use is not None and use.short_in_ticks is not None,
             ready=ready,
             draining=draining,
             forecast=self.forecast() if ready else None,
             gate_open=self.gate.is_open or not self.look_at_time,
         )
+
+    def memory(self) -> MemoryUse | None:
+        """What lies on the GPU; None: there is none."""
+        return None if self._device is None else self._device.memory()
+
+    @property
+    def gpu(self) -> str:
+        """Name of the device sessions live on; empty: there is none."""
+        return "" if self._device is None else self._device.gpu
 
     def forecast(self) -> Forecast | None:
         """None: time is not looked at, or nothing was ever timed, which no box that is ready is."""
@@ -111,10 +138,13 @@ class Foresight:
         """`admission.plan_shed` with what the tick loop counted; remembers when it said yes."""
         counts = self._loop.counts
         since = counts.tick - self._shed_tick
-        if not self.look_at_time or counts.late_run == 0:
-            return None
-        overload = Overload(counts.slow_run, counts.late_run, since)
-        chosen = plan_shed(overload, self._config.shed_after, live)
+        use = self.memory()
+        chosen = None
+        if use is not None and use.short_in_ticks is not None:
+            chosen = plan_memory_shed(use.short_in_ticks, since, live)
+        if chosen is None and self.look_at_time and counts.late_run:
+            overload = Overload(counts.slow_run, counts.late_run, since)
+            chosen = plan_shed(overload, self._config.shed_after, live)
         if chosen is not None:
             self._shed_tick = counts.tick
             self.gate = replace(self.gate, is_open=False, calm_since_ns=self._loop.clock.now_ns())

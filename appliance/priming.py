@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from appliance.clock import Clock
 from engines import snapshot as snapshots
 from engines.bundle import Manifest
+from engines.executor import NoRoom
 from engines.prefill import Primer, Prompt, chunk_rows
 from engines.snapshot import Age, Piece, Snapshot
 
@@ -225,7 +226,11 @@ class PrimingDesk:
                 planned = plan_piece(self._need(job), until_ns - now_ns, self.costs)
                 if planned is None:
                     break
-                self._do(job, planned)
+                try:
+                    self._do(job, planned)
+                except NoRoom:  # the newcomer's trouble; it is told that its time is over
+                    job.until_ns = 0
+                    break
                 after_ns = self._clock.now_ns()
                 self.costs.saw(planned.kind, planned.rows, after_ns - now_ns)
                 self.counts.longest_ns = max(self.counts.longest_ns, after_ns - now_ns)

@@ -38,6 +38,7 @@ from appliance.side_models import SideModels
 from appliance.step_model import StepSamples
 from appliance.tick_loop import TickLoop
 from engines.bundle import Bundle
+from engines.executor import OnDevice
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +64,19 @@ class Switchboard:
         loop: TickLoop,
         ledger: LedgerWriter,
         reception: Reception,
-        clock: Clock,
         beside: SideModels,
+        clock: Clock,
         policy: ClockConfig,
         memory_bytes: int,
         session_bytes: int,
         admission: AdmissionConfig,
         samples: StepSamples,
         on_failure: Callable[[BaseException], None],
+        device: OnDevice | None = None,
     ) -> None:
         """Binds the socket. slots: at most the engine's. samples: of its calibration.
+
+        device: where sessions' state lies, if that is not the machine's memory.
 
         Raises `listener.SocketTaken`.
         """
@@ -86,11 +90,11 @@ class Switchboard:
         self._loop = loop
         self._ledger = ledger
         self._reception = reception
+        self._beside = beside
         self._clock = clock
         self._policy = policy
         self.foresight = Foresight(
-            loop, bundle.manifest, admission, slots, memory_bytes, session_bytes, samples
-        self._beside = beside
+            loop, bundle.manifest, admission, slots, memory_bytes, session_bytes, samples, device
         )
         self._on_failure = on_failure
         self._leases = Leases(slots)
@@ -181,13 +185,13 @@ class Switchboard:
         self._shed()
         self._give_up_on_silent_lines(now_ns)
         self._drain_on(now_ns)
+        self._beside.look(now_ns)
         self._reporter.say_lateness(now_ns)
+        self._reporter.say_alarms(now_ns)
 
     # --- lines
 
-        self._beside.look(now_ns)
     def _accept(self) -> None:
-        self._reporter.say_alarms(now_ns)
         lines = len(self._selector.get_map()) - 1  # the listener is in it, too
         peer, problem = self._listener.accept(has_room=lines < MOST_LINES)
         if peer is None:
@@ -310,7 +314,8 @@ class Switchboard:
         )
         if isinstance(call, Refusal):
             return call
-        self._ledger.open(call.header, call.channel.receipts)
+        results = call.tap.results if call.tap is not None else None
+        self._ledger.open(call.header, call.channel.receipts, results)
         self._calls[lease.session] = call
         connection.sessions.add(lease.session)
         self._tell_tick(lease.session, Arrive(call.seat), job)
@@ -454,12 +459,12 @@ class Switchboard:
         assert call.session.state is State.GONE, call.session
         call.channel.close()
         call.channel.unlink()
+        self._beside.forget(session)
         self.calls_ended += 1
         why = call.why.name.lower()
         logger.info("session %d gone: why=%s frames_due=%d", session, why, call.due)
         if call.connection is None:
             return
-        self._beside.forget(session)
         call.connection.sessions.discard(session)
         if call.answer is None:
             self._send(call.connection, control.Gone(session, why))

@@ -26,6 +26,9 @@ from typing import Protocol
 from engines.cuda_memory import OutOfPages
 from engines.layout import NEVER, ArenaLayout, Family
 
+UNHURRIED = NEVER >> 1
+"""A deadline for what nobody waits for."""
+
 AHEAD_TICKS = 32
 """Half a piece of 64 rows: 2.5 s of notice, and as much memory a session that is not used yet."""
 
@@ -87,6 +90,8 @@ class Arena:
         """Slot beyond the batch -> ticks it has memory for."""
         self._grows_at = [NEVER] * layout.slots
         self._live = 0
+        self._prepared: int | None = None
+        """Slot that has memory though nobody is there; the first to lose it."""
         none = range(0)
         self._held = [[none] * layout.slots for _ in layout.families]
         """By family and place."""
@@ -120,7 +125,12 @@ class Arena:
         return [slot for slot in range(batch) if ages[slot] is None] if None in ages else []
 
     def begin(self, slot: int, ticks: int = 0) -> None:
-        """A session begins in ``slot``, ``ticks`` ticks old; its rows are zero (or poison)."""
+        """A session begins in ``slot``, ``ticks`` ticks old; its rows are zero (or poison).
+
+        Raises `OutOfPages`; `abandon` it then.
+        """
+        if slot == self._prepared:
+            self._prepared = None
         self._parked.pop(slot, None)
         self._ages[slot] = ticks
         place = self.places[slot]
@@ -174,6 +184,18 @@ class Arena:
             self._parked.pop(slot, None)
             self._let_go(slot, 0)
 
+    def abandon(self, slot: int) -> None:
+        """Nobody begins in ``slot`` after all; for when there was no memory."""
+        self._parked.pop(slot, None)
+        self._ages[slot], self._grows_at[slot] = None, NEVER
+        self._let_go(slot, 0)
+
+    def short_in_ticks(self) -> int | None:
+        """Ticks until a session needs a page for which the device had no memory; None: it had."""
+        if not self.is_short or not self._due or self._due[0][0] >= UNHURRIED:
+            return None
+        return max(0, self._due[0][0] - self.tick)
+
     def seat(self, source: int, target: int, ticks: int) -> None:
         """The prompt parked in ``source`` is ``target``'s session, ``ticks`` ticks old."""
         self._parked.pop(source, None)
@@ -197,8 +219,24 @@ class Arena:
         assert None not in self._ages[:batch], (batch, self._ages)
         if batch != self._live:
             self._close_up(batch)  # what left needs nothing any more
-        self.counts.late += self._map_due()
+        try:
+            self.counts.late += self._map_due()
+        except OutOfPages:
+            self.is_short = True
+            if self._is_lacking(batch):
+                raise
         self.memory.settle()
+
+    def _is_lacking(self, batch: int) -> bool:
+        """Whether a session of the batch writes where no memory is. (It was complete before.)"""
+        for slot in range(batch):
+            age, place = self._ages[slot] or 0, self.places[slot]
+            for family in self.layout.families:
+                held = len(family.pages_at(place, age))
+                for page in family.pages_at(place, age + 1)[held:]:
+                    if any(base + page not in self._mapped for base in family.base_pages):
+                        return True
+        return False
 
     def after_launch(self, batch: int) -> None:
         """Count the tick that was launched, and do a tick's share of mapping and unmapping."""
@@ -227,6 +265,7 @@ class Arena:
             self._grows_at[slot] = NEVER
             self._let_go(slot, self._first_ticks if slot == batch else 0)
         self._live = batch
+        self._prepared = batch if batch < self.layout.slots else None
 
     def _let_go(self, slot: int, ticks: int) -> None:
         """Hold no more of ``slot`` than what the first ticks of a joiner need."""
@@ -234,7 +273,7 @@ class Arena:
         for index, family in enumerate(self.layout.families):
             keep = family.pages_at(place, ticks)
             # A joiner maps what is missing, so this can wait for everything else.
-            self._set_held(index, family, place, keep, ticks=-self.ahead_ticks)
+            self._set_held(index, family, place, keep, ticks=-UNHURRIED)
 
     def _hold(self, slot: int, ticks: int) -> None:
         """Want the pages of ``slot`` for the tick at age ``ticks`` and `ahead_ticks` more."""
@@ -320,10 +359,10 @@ class Arena:
 
     def _map_next(self) -> bool:
         """Map the page that is due first; False if that had happened or is no longer wanted."""
-        page = self._due[0][1]
+        deadline, page = self._due[0]
         is_needed = page in self._wanted and page not in self._mapped
         if is_needed:
-            self._map(page)  # first: if it fails, the page is still due
+            self._map(page, deadline < UNHURRIED)  # first: if it fails, the page is still due
         heapq.heappop(self._due)
         return is_needed
 
@@ -339,15 +378,19 @@ class Arena:
                 return True
         return False
 
-    def _map(self, page: int) -> None:
+    def _map(self, page: int, is_urgent: bool = True) -> None:
         """Raises `OutOfPages` only when there is no page left to take from."""
         while True:
             try:
                 self.memory.map_page(page)
                 break
             except OutOfPages:
-                if not self._unmap_next():
+                if self._unmap_next():
+                    continue
+                if not is_urgent or self._prepared is None:
                     raise
+                self._let_go(self._prepared, 0)
+                self._prepared = None
         self._mapped.add(page)
         self.counts.mapped += 1
         size = self.layout.page_bytes

@@ -35,7 +35,7 @@ from engines.bundle import Bundle, BundleError, Dtype, StageSpec
 from engines.clocks import ClockKind
 from engines.cuda import CudaFailed, DevicePtr
 from engines.cuda_memory import HostArray, OutOfPages, Range, page_bytes, write_ordered
-from engines.executor import check_setting
+from engines.executor import MemoryUse, NoRoom, check_setting
 from engines.gpu import NotReady, check_fits, check_room, hold_gpu
 from engines.gpu import open_gpu as open_gpu  # also for `tensorrt_executor`
 from engines.kernel_stages import KernelStages, plan_kernels
@@ -52,24 +52,11 @@ if TYPE_CHECKING:
 PROVIDER = "CUDAExecutionProvider"
 MEMORY = "cuda"
 """What ONNX Runtime calls the device that holds all bound tensors."""
+LOOK_TICKS = 12
+"""How often free memory is looked at: about once a second."""
+KEEP_FREE_BYTES = 256 << 20
+"""Left alone when sessions are counted that would fit: libraries take some in passing."""
 KERNELS = Path.home() / ".cache" / "duplexbox" / "kernels"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes on the device."""
-
-    weights: int
-    whole: int
-    """State and wires that are there from the start."""
-    committed: int
-    """Rings: pages mapped now, spare ones included."""
-    reserved: int
-    """Rings: addresses."""
-    full: int
-    """Whole and rings when every slot holds a session at full retention."""
-    device_used: int
-    """Everything on the GPU, whoever owns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +113,7 @@ class CudaExecutor:
     def _open(self, slots: int) -> None:
         options, manifest = self.options, self.bundle.manifest
         self.device = self._open_device()
+        self.gpu = self.device.name
         self._thread = threading.get_ident()
         self._closing.callback(self.device.close)
         if options.exclusive:
@@ -180,9 +168,12 @@ class CudaExecutor:
         for slot in range(slots):
             self.join(slot, {})
         self.stream.synchronize()
+        self._full_bytes = self.layout.full_bytes(slots)
+        self._session_bytes = -(-(self._full_bytes - self.layout.whole_bytes) // slots)
+        self._total_bytes, self._free_bytes = self.device.total_bytes, self.device.free_bytes
 
     def join(self, slot: int, settings: Mapping[str, float]) -> None:
-        """See `executor.Executor.join`. Raises `cuda_memory.OutOfPages` if the GPU is full."""
+        """See `executor.Executor.join`."""
         self._begin(slot, settings, ticks=0)
 
     def move(self, source: int, target: int) -> None:
@@ -215,6 +206,8 @@ class CudaExecutor:
             else:
                 run_eagerly(self._parts[batch])
             self.arena.after_launch(batch)
+            if self.arena.tick % LOOK_TICKS == 0:
+                self._free_bytes = self.device.free_bytes  # while the device is busy
             self.stream.synchronize()
         except CudaFailed as err:
             raise StageFailed(f"the tick failed at batch {batch}: {err}") from err
@@ -266,14 +259,21 @@ class CudaExecutor:
         self.stream.synchronize()
 
     def memory(self) -> MemoryUse:
-        """What lies on the device now."""
+        """See `executor.OnDevice.memory`. The thread that ticks sees what is so now."""
+        if threading.get_ident() == self._thread:
+            self._free_bytes = self.device.free_bytes
+        committed = self._range.committed_bytes
         return MemoryUse(
             weights=self._weights_bytes,
             whole=self.layout.whole_bytes,
-            committed=self._range.committed_bytes,
+            committed=committed,
             reserved=self.layout.growing_bytes,
-            full=self.layout.full_bytes(self.slots),
-            device_used=self.device.total_bytes - self.device.free_bytes,
+            full=self._full_bytes,
+            device_used=self._total_bytes - self._free_bytes,
+            device_total=self._total_bytes,
+            session=self._session_bytes,
+            for_sessions=committed + max(0, self._free_bytes - KEEP_FREE_BYTES),
+            short_in_ticks=self.arena.short_in_ticks(),
         )
 
     def stage(self, name: str, batch: int) -> Callable[[], None]:
@@ -320,7 +320,11 @@ class CudaExecutor:
         self._enter()
         for name, value in settings.items():
             check_setting(self._regions, name, value)
-        self.arena.begin(slot, ticks)
+        try:
+            self.arena.begin(slot, ticks)
+        except OutOfPages as err:
+            self.arena.abandon(slot)
+            raise NoRoom(f"the GPU has no memory for a session in slot {slot}: {err}") from None
         self._reset(slot)
         for name, value in settings.items():
             self._set(name, slot, value)
@@ -378,7 +382,11 @@ class CudaExecutor:
     def park(self, slot: int, ticks: int) -> None:
         """Have memory for a prompt of ``ticks`` rows in ``slot``, which no tick steps."""
         self._enter()
-        self.arena.park(slot, ticks)
+        try:
+            self.arena.park(slot, ticks)
+        except OutOfPages as err:
+            self.arena.abandon(slot)
+            raise NoRoom(f"the GPU has no memory for a prompt in slot {slot}: {err}") from None
 
     def seat(self, source: int, target: int, ticks: int) -> None:
         """Rings parked in ``source`` become ``target``'s; the rest of its state begins anew."""

@@ -7,6 +7,7 @@ sessions: who sits in a slot, and for how long, is the appliance's business. Liv
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,34 @@ from engines.prefill import Primer
 
 class SettingError(ValueError):
     """A session asked for a setting the bundle does not have, or a value it cannot be."""
+
+
+class NoRoom(SettingError):
+    """The device has no memory for the session; the others have theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes on the device, as far as was last looked."""
+
+    weights: int
+    whole: int
+    """State and wires that are there from the start."""
+    committed: int
+    """Rings: pages mapped now, spare ones included."""
+    reserved: int
+    """Rings: addresses."""
+    full: int
+    """Whole and rings when every slot holds a session at full retention."""
+    device_used: int
+    """Everything on the GPU, whoever owns it."""
+    device_total: int = 0
+    session: int = 0
+    """Rings of one session at full retention."""
+    for_sessions: int = 0
+    """What the rings of all sessions may come to: what they have, and what is free."""
+    short_in_ticks: int | None = None
+    """The device had no memory for a page that will be needed in so many ticks; None: it had."""
 
 
 class Executor(Protocol):
@@ -39,7 +68,7 @@ class Executor(Protocol):
         """Begin a session in ``slot``: every region gets its first value, nothing is inherited.
 
         settings: values of `constant` regions by name; the rest take the bundle's defaults.
-        Raises `SettingError` for an unknown name; the slot is then still clean.
+        Raises `SettingError` for an unknown name, `NoRoom`; the slot is then still clean.
         """
 
     def move(self, source: int, target: int) -> None:
@@ -72,6 +101,17 @@ class Ages(Protocol):
 
         What its rings hold is whatever they held, so its output means nothing until `join`.
         """
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """An executor whose sessions live in a memory of its own, not in the machine's."""
+
+    gpu: str
+    """The device's name."""
+
+    def memory(self) -> MemoryUse:
+        """How much of it is used and left; any thread may ask, none waits."""
 
 
 def check_setting(regions: Mapping[str, RegionSpec], name: str, value: float) -> None:

@@ -30,6 +30,19 @@ class NotReady(BundleError):
     """This machine cannot run the bundle as asked; the operator's to fix."""
 
 
+class Taken(NotReady):
+    """Another box runs on this GPU."""
+
+
+class DoesNotFit(NotReady):
+    """The GPU has too little memory for so many slots."""
+
+    def __init__(self, text: str, most: int) -> None:
+        super().__init__(text)
+        self.most = most
+        """Slots that would fit; 0: not even one."""
+
+
 def open_gpu(ordinal: int) -> cuda.Device:
     """The GPU and its driver, whatever will run there. Raises `NotReady` with the remedy."""
     try:
@@ -75,7 +88,7 @@ def hold_gpu(device: cuda.Device) -> IO[str]:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
-        raise NotReady(
+        raise Taken(
             f"process {holder} already runs a box on {device.name}. Stop it first "
             f"(kill {holder}), or give this one another GPU"
         ) from None
@@ -101,11 +114,12 @@ def check_fits(device: cuda.Device, layout: ArenaLayout, weights: int) -> None:
         else ""
     )
     remedy = f"Run at most {fit} slots" if fit else "Use a larger GPU"
-    raise NotReady(
+    raise DoesNotFit(
         f"{layout.slots} slots need {needed / 1e9:.1f} GB on {device.name}: weights "
         f"{weights / 1e9:.1f}, sessions at full retention "
         f"{layout.full_bytes(layout.slots) / 1e9:.1f}, workspace {WORKSPACE_BYTES / 1e9:.1f}; "
-        f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free{others}. {remedy}"
+        f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free{others}. {remedy}",
+        fit,
     )
 
 

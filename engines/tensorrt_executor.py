@@ -12,8 +12,9 @@ fake driver and a fake run-time.
 import dataclasses
 from collections.abc import Callable
 
-from engines import cuda, cuda_executor, gpu, machine, tensorrt_stages
+from engines import cuda, gpu, machine, tensorrt_stages
 from engines.cuda_executor import CudaExecutor
+from engines.executor import MemoryUse
 from engines.program import Step
 from engines.tensorrt_stages import TensorrtStages
 
@@ -44,7 +45,7 @@ class TensorrtExecutor(CudaExecutor):
     def _bind_graph(self, step: Step, batch: int) -> Callable[[], None]:
         return self._stages.bind(step, batch, self._address)
 
-    def memory(self) -> cuda_executor.MemoryUse:
+    def memory(self) -> MemoryUse:
         """See `CudaExecutor.memory`; scratch of the engines counts with what is always there."""
         use = super().memory()
         return dataclasses.replace(use, whole=use.whole + self._stages.scratch_bytes)

@@ -9,7 +9,9 @@ CUDA 13.0 driver may refuse. Our sources include nothing of the toolkit, so no o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +83,15 @@ def compile_cached(
     for path in (source, *sorted(source.parent.glob("*.cuh"))):
         digest.update(path.read_bytes())
     cubin = folder / f"{source.stem}-{target}-{digest.hexdigest()[:20]}.cubin"
-    if not cubin.exists():
+    if cubin.exists():
+        return cubin.read_bytes()
+    compiled = compile_source(source, definitions, target).cubin
+    with contextlib.suppress(OSError):  # a folder nobody may write to costs seconds at each start
         folder.mkdir(parents=True, exist_ok=True)
-        cubin.write_bytes(compile_source(source, definitions, target).cubin)
-    return cubin.read_bytes()
+        part = cubin.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(compiled)
+        part.rename(cubin)
+    return compiled
 
 
 def is_installed() -> bool:

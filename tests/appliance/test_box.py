@@ -19,7 +19,7 @@ import pytest
 
 from appliance import control, ledger, report
 from appliance.admission import Reason
-from appliance.box import Box, available_memory_bytes
+from appliance.box import Box
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import MonotonicClock
@@ -34,6 +34,7 @@ from appliance.config import (
     LedgerConfig,
 )
 from appliance.control import ControlClient
+from appliance.engine import available_memory_bytes
 from appliance.frame_ring import LAST, Outcome, Receipt, UplinkHeader
 from appliance.listener import SocketTaken
 from tests.fakes import FakeExecutor, make_bundle
@@ -54,8 +55,8 @@ class Running:
         work: Callable[[int], None],
         admission: AdmissionConfig = GENEROUS,
         first_frame_s: int = 1,
-    ) -> None:
         beside: tuple[BesideConfig, ...] = (),
+    ) -> None:
         self.executor = FakeExecutor(make_bundle(folder / "bundle"), 2, work)
         self.config = Config(
             engine=EngineConfig(folder / "bundle"),
@@ -65,8 +66,8 @@ class Running:
             control=ControlConfig(socket_path),
             ledger=LedgerConfig(folder / "calls"),
             admission=admission,
-        )
             beside=beside,
+        )
         self.box = Box(self.config, self.executor, MonotonicClock(), 2**30)
         self.error: BaseException | None = None
         # A daemon: a box that does not stop fails its test, and must not hold up the others.

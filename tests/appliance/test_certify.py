@@ -27,7 +27,7 @@ def asked(*words: str) -> certify.Asked:
         "loss": 0.05,
         "skew_ppm": None,
     }
-    return certify.plan(argparse.Namespace(**values))
+    return certify.plan(argparse.Namespace(executor="auto", gpu=0, **values))
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_more_sessions_than_the_bundle_steps_is_refused_with_the_numbers(tmp_pat
     too_many = certify.plan(
         argparse.Namespace(
             sessions=99, minutes=1.0, quick=False, find=False, speech=None,
-            jitter_ms=None, loss=None, skew_ppm=None,
+            jitter_ms=None, loss=None, skew_ppm=None, executor="auto", gpu=0,
         )
     )  # fmt: skip
     with pytest.raises(certify.UsageError, match=r"99.*largest batch.* is 8"):

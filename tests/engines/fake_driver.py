@@ -32,6 +32,7 @@ TOTAL_BYTES = 1 << 32
 class Status(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_DEVICE = 101
 
 
 def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
@@ -49,12 +50,20 @@ class FakeDriver:
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1,
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=2,
+    )
 
     def __init__(self, total_bytes: int = TOTAL_BYTES) -> None:
         self.total_bytes = total_bytes
         self.held: dict[int, NDArray[np.uint8]] = {}
         self.pages = 0
         self.version = 13000
+        self.gpus = 2
+        self.foreign_bytes = 0
+        """Taken by another process."""
 
     def _take(self, nbytes: int, value: int) -> tuple[Any, ...]:
         array = np.full(nbytes + PAGE, value, np.uint8)
@@ -78,7 +87,7 @@ class FakeDriver:
     cuMemFree = cuMemFreeHost = cuMemAddressFree = _give
 
     def cuMemCreate(self, nbytes: int, *_: Any) -> tuple[Any, ...]:
-        if (self.pages + 1) * PAGE > self.total_bytes:
+        if self.free_bytes < PAGE:
             return Status.CUDA_ERROR_OUT_OF_MEMORY, None
         self.pages += 1
         return Status.CUDA_SUCCESS, object()
@@ -128,6 +137,39 @@ class FakeDriver:
     def cuDriverGetVersion(self) -> tuple[Any, ...]:
         return Status.CUDA_SUCCESS, self.version
 
+    def cuInit(self, _: int) -> tuple[Any, ...]:
+        return (Status.CUDA_SUCCESS,)
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        if ordinal >= self.gpus:
+            return Status.CUDA_ERROR_INVALID_DEVICE, None
+        return Status.CUDA_SUCCESS, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        return Status.CUDA_SUCCESS, device
+
+    def cuCtxSetCurrent(self, *_: int) -> tuple[Any, ...]:
+        return (Status.CUDA_SUCCESS,)
+
+    cuCtxSynchronize = cuDevicePrimaryCtxRelease = cuCtxSetCurrent
+
+    def cuDeviceGetName(self, _: int, device: int) -> tuple[Any, ...]:
+        return Status.CUDA_SUCCESS, f"Fake GPU {device}".encode()
+
+    def cuDeviceGetUuid(self, device: int) -> tuple[Any, ...]:
+        unique = f"{os.getpid():08d}{id(self) % 10**6:06d}{device:02d}".encode()
+        return Status.CUDA_SUCCESS, SimpleNamespace(bytes=unique)
+
+    def cuDeviceGetAttribute(self, name: int, _: int) -> tuple[Any, ...]:
+        return Status.CUDA_SUCCESS, {0: 9, 1: 0}.get(name, 4)
+
+    def cuMemGetInfo(self) -> tuple[Any, ...]:
+        return Status.CUDA_SUCCESS, self.free_bytes, self.total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.pages * PAGE - self.foreign_bytes
+
 
 class FakeDevice:
     """What `open_device` returns."""
@@ -145,7 +187,7 @@ class FakeDevice:
 
     @property
     def free_bytes(self) -> int:
-        return self.driver.total_bytes - self.driver.pages * PAGE
+        return self.driver.free_bytes
 
     def make_current(self) -> None:
         self.threads.append(threading.get_ident())
@@ -270,8 +312,13 @@ def _misaligned(params: RingParams, name: str, kind: object) -> bool:
     return bool(getattr(params, name) * size % 16)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, total_bytes: int = TOTAL_BYTES) -> FakeDriver:
-    """Make `CudaExecutor` run on this file until the test ends; use ``graphs=False``."""
+def install(
+    monkeypatch: pytest.MonkeyPatch, total_bytes: int = TOTAL_BYTES, *, real_opening: bool = False
+) -> FakeDriver:
+    """Make `CudaExecutor` run on this file until the test ends; use ``graphs=False``.
+
+    real_opening: the device is opened by `engines.gpu`, as on a machine that has one.
+    """
     driver = FakeDriver(total_bytes)
 
     def load(executor: cuda_executor.CudaExecutor, stage: StageSpec) -> object:
@@ -280,7 +327,11 @@ def install(monkeypatch: pytest.MonkeyPatch, total_bytes: int = TOTAL_BYTES) -> 
     monkeypatch.setattr(cuda, "_driver", driver)
     monkeypatch.setattr(cuda_executor, "MEMORY", "cpu")
     monkeypatch.setattr(gpu, "WORKSPACE_BYTES", 0)
-    monkeypatch.setattr(cuda_executor, "open_device", lambda ordinal: FakeDevice(driver))
+    monkeypatch.setattr(cuda_executor, "KEEP_FREE_BYTES", 0)
+    if real_opening:
+        monkeypatch.setattr(cuda_executor, "open_device", gpu.open_gpu)
+    else:
+        monkeypatch.setattr(cuda_executor, "open_device", lambda ordinal: FakeDevice(driver))
     monkeypatch.setattr(cuda_executor, "TickKernels", HostKernels)
     monkeypatch.setattr(ring_launch, "load_kernels", HostRings)
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_load", load)
