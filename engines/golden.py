@@ -25,7 +25,7 @@ STEP = np.float32(1 / 64)
 """Between two values; they run from -2 up to 2, about the spread of normalised activations."""
 
 
-CODES: dict[str, type[np.generic]] = {"int8": np.int8, "float8e4m3": np.uint8}
+CODED: dict[str, type[np.generic]] = {"int8": np.int8, "float8e4m3": np.uint8}
 """Storage of 8-bit rings."""
 
 
@@ -37,13 +37,13 @@ def is_drawn(region: RegionSpec) -> bool:
 
 def is_coded(region: RegionSpec) -> bool:
     """Whether it is a ring of 8-bit codes; float8 as bit patterns, in uint8."""
-    return region.dtype in CODES and region.clock.kind is ClockKind.RING
+    return region.dtype in CODED and region.clock.kind is ClockKind.RING
 
 
 def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[Any]:
     """A region of sessions that have lived ``ages`` ticks, (len(ages), *region.shape)."""
     assert is_drawn(region), region
-    kind = CODES.get(region.dtype, np.float32)
+    kind = CODED.get(region.dtype, np.float32)
     out = np.full((len(ages), *region.shape), region.fill, kind)
     for row, age in enumerate(ages):
         if not age:

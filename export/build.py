@@ -5,6 +5,7 @@
     tokenizer.model      the SentencePiece model they come from, if the checkpoint has one
     stages/*.onnx        one graph per stage
     stages/weights/*.bin weights, by part of the model, shared by the stages
+    cache/*              of 8-bit rings: their scales, and a report of what they cost
     golden/*.safetensors what every stage must answer, recorded in float32
 
 A model may be larger than the machine's memory: graphs are traced without values, and weights go
@@ -36,7 +37,8 @@ from engines.bundle import (
     TextPorts,
     Timing,
 )
-from export import golden, prompt, tiny
+from export import cache_report, golden, prompt, ring_stages, tiny
+from export.cache_report import Calibration
 from export.journal import Journal
 from export.mistake import Mistake
 from export.prompt_stages import Opening, Prefill, prompt_graphs
@@ -75,13 +77,16 @@ def build_seeded(
     largest_batch: int = 8,
     dtype: Precision | None = None,
     attention: Attention = "standard",
+    calibration: Calibration | None = None,
 ) -> Bundle:
     """Write the bundle of a small seeded model (`tiny.MODELS`) into ``out`` and read it back.
 
     Raises `FolderTaken` when ``out`` exists and is not a bundle.
     """
     source = from_seed(model, seed, dtype)
-    return build(source, out, largest_batch=largest_batch, attention=attention)
+    return build(
+        source, out, largest_batch=largest_batch, attention=attention, calibration=calibration
+    )
 
 
 def build(
@@ -90,12 +95,14 @@ def build(
     *,
     largest_batch: int,
     attention: Attention = "standard",
+    calibration: Calibration | None = None,
     voices: Mapping[str, Path] = MappingProxyType({}),
     progress: Progress = lambda file, done, total: None,
     say: Say = lambda sentence: None,
 ) -> Bundle:
     """Write, continue or recognise the bundle of ``source`` in ``out``, and read its manifest.
 
+    calibration: of 8-bit rings (`cache_report.plan`); None: they are as the model is.
     Raises `FolderTaken` when ``out`` holds something else, `DiskFull` before writing weights,
     `ring_stages.CannotCut`.
     """
@@ -103,15 +110,19 @@ def build(
     if voices and config.prompt is None:
         raise prompt.VoiceError(f"{config.name} takes no voices; leave --voices out")
     assert len(source.pieces) == config.lm.text_card, (len(source.pieces), config.lm.text_card)
-    graphs = graphs_of(config, source.mimi, source.lm, source.dtype, attention)
+    if attention == "ring":
+        ring_stages.check_cut(config, source.dtype)
     digest = source.checkpoint_sha256()
-    journal = Journal(out, made_from(source, digest, largest_batch, voices, attention))
+    given = made_from(source, digest, largest_batch, voices, attention)
+    journal = Journal(out, given | (calibration.made_from() if calibration else {}))
     if journal.note:
         say(journal.note)
     if journal.whole:
         return bundle.read(out, hashes=False)  # the journal has just compared them
+    caches = cache_report.prepare(source, calibration, journal, say) if calibration else None
+    graphs = graphs_of(config, source.mimi, source.lm, source.dtype, attention, caches)
     prompted = config.prompt is not None
-    asks = prompt_graphs(config, source.lm, source.dtype) if prompted else ()
+    asks = prompt_graphs(config, source.lm, source.dtype, caches) if prompted else ()
     _write_stages(source, (*graphs, *asks), journal, progress, say)
     pieces = msgspec.json.encode(source.pieces) + b"\n"
     _write_once(journal, PIECES, lambda: pieces)
@@ -144,6 +155,7 @@ def build(
         files={name: journal.files[name] for name in sorted(journal.files)},
         golden=specs,
         golden_call=golden.CALL,
+        cache_report=cache_report.REPORT if calibration else "",
         made_from=journal.made_from,
         prompt=prompts,
     )

@@ -34,6 +34,7 @@ from export.mistake import Mistake
 from export.models.streaming import State, fresh_state
 from export.models.transformer import RingAttention
 from export.prompt_stages import IS_EMBEDDED, POSITION, Prefill
+from export.ring_stages import RingStage
 from export.source import Source
 from export.stages import (
     CODES,
@@ -65,6 +66,8 @@ LARGE_CALL_TICKS = 3
 CLOSE = 1e-5
 """Two candidates nearer than this, relative to the largest, are too close to call: float32 sums
 of a few thousand terms differ by some 1e-6 between two libraries."""
+NEAR_EDGE = 1e-5
+"""Of the length of a rotary pair: a hundred times what float32 leaves uncertain of a key."""
 TRIES = 8
 PROMPT_ROWS = 5
 """Of a prompt, fed at once."""
@@ -244,11 +247,15 @@ class _Drawn(dict[str, Tensor]):
 
 def _inputs(graph: StageGraph, source: Source, spec: GoldenSpec, attempt: int) -> dict[str, Tensor]:
     regions = _regions(graph)
-    return {
+    found = {
         given.name: _input(given, regions.get(given.name), source, spec, attempt)
         for given in graph.inputs
         if given.name not in regions or not is_drawn(regions[given.name])
     }
+    if isinstance(graph, RingStage) and graph.coded is not None:
+        rows, position = found[graph.wires.qkv], found[graph.regions[0].name]
+        found[graph.wires.qkv] = steady_rows(graph, rows, position)
+    return found
 
 
 def _input(
@@ -283,6 +290,21 @@ def _input(
         young = torch.tensor([age == 0 for age in spec.ages]).view(batch, *[1] * (len(shape) - 1))
         return torch.where(young, torch.full_like(ids, int(region.fill)), ids)
     return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+
+
+def steady_rows(graph: RingStage, qkv: Tensor, position: Tensor) -> Tensor:
+    """The rows with those keys and values drawn again that lie so near to the edge between two
+    8-bit codes that another library's sine may put them on the other side of it.
+    """
+    assert graph.coded is not None, graph.name
+    generator = torch.Generator().manual_seed(SEED)
+    qkv = qkv.clone()
+    for _ in range(TRIES):
+        near = graph.near_edges(qkv, position, NEAR_EDGE)
+        if not bool(near.any()):
+            break
+        qkv[near] = torch.randn(int(near.sum()), generator=generator)
+    return qkv
 
 
 _SETTINGS: dict[str, tuple[float, float | None, float]] = {

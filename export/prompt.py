@@ -65,7 +65,7 @@ def encode_sound(mimi: Mimi, pcm: NDArray[np.float64]) -> Tensor:
     return torch.cat(codes)
 
 
-def sound_of(path: Path, rate_hz: int) -> NDArray[np.float64]:
+def sound_of(path: Path, rate_hz: int, longest_s: float = LONGEST_VOICE_S) -> NDArray[np.float64]:
     """The first channel of a recording at ``rate_hz``, (S,). Raises `VoiceError`."""
     import soundfile
     import soxr
@@ -74,10 +74,10 @@ def sound_of(path: Path, rate_hz: int) -> NDArray[np.float64]:
         pcm, found_hz = soundfile.read(path, dtype="float64", always_2d=True)
     except (OSError, RuntimeError) as err:  # soundfile's errors are RuntimeErrors
         raise VoiceError(f"{path}: {err}. Name a WAV file of one person speaking") from None
-    if len(pcm) > LONGEST_VOICE_S * found_hz or not np.isfinite(pcm).all():
+    if len(pcm) > longest_s * found_hz or not np.isfinite(pcm).all():
         raise VoiceError(
             f"{path} lasts {len(pcm) / found_hz:.1f} s, or has samples that are no numbers; "
-            f"a voice is at most {LONGEST_VOICE_S:.0f} s of one person speaking"
+            f"at most {longest_s:.0f} s of one person speaking are taken"
         )
     return np.asarray(soxr.resample(pcm[:, 0], found_hz, rate_hz), np.float64)
 

@@ -31,6 +31,7 @@ from engines.bundle import Dtype, RegionSpec, RingSpec, StageSpec, TensorSpec, W
 from engines.ring_stage import INPUTS, OUTPUTS, SCALES
 from export.caches import Caches, kept
 from export.mistake import Mistake
+from export.models import operators as op
 from export.models import tokens
 from export.models.coded import Coded
 from export.models.config import ROPE_MAX_PERIOD, ModelConfig
@@ -154,9 +155,37 @@ class RingStage(StageGraph):
             rings[1]: new["ring.v"],
         }
 
+    @property
+    def coded(self) -> Coded | None:
+        """How its rings are kept, if in 8 bits; a twin is told when it runs."""
+        return self.scales.coded if self.scales else None
+
+    def near_edges(self, qkv: Tensor, position: Tensor, near: float) -> Tensor:
+        """Which of qkv (B, P * 3C) float32 may be given another code by an error of ``near`` of
+        the rotary pair they are in. Of a pair both or none; never a query.
+        """
+        assert self.coded is not None, self.name
+        parts = qkv.view(-1, self.rows, 3, self.features)
+        cosine, sine = self.rope(position, self.rows)
+        key = op.rotate(parts[:, :, 1], cosine, sine, self.heads)
+        found = torch.zeros_like(parts, dtype=torch.bool)
+        for which, x, scale in (
+            (1, key, self.coded.k_scale),
+            (2, parts[:, :, 2], self.coded.v_scale),
+        ):
+            pairs = x.reshape(*x.shape[:2], self.heads, -1, 2) / scale.view(-1, 1, 1)
+            reach = near * pairs.square().sum(-1, keepdim=True).sqrt()
+            low, high = (
+                op.to_int8(y) if self.coded.dtype == "int8" else op.to_e4m3(y)
+                for y in (pairs - reach, pairs + reach)
+            )
+            odd = (low != high).any(-1, keepdim=True).expand_as(pairs)
+            found[:, :, which] = odd.reshape(x.shape)
+        return found.view(qkv.shape)
+
     def _coded(self, named: State) -> Coded | None:
         if self.scales is None or self.scales.coded is not None:
-            return self.scales.coded if self.scales else None
+            return self.coded
         return Coded(self.regions[1].dtype, *(named[scale] for scale in SCALES))
 
 

@@ -60,6 +60,7 @@ class Twin:
         self._own = stage
         self.stage = ring_stage.as_twin(stage) if stage.ring else stage
         """With tensors named as in the graph, which stages of one shape share."""
+        self._scales = ring_stage.scale_inputs(bundle, stage) if stage.ring else {}
         self.path = bundle.file(self.stage.graph)
         model = onnx.load(self.path, load_external_data=False)
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -89,8 +90,8 @@ class Twin:
 
     def _renamed(self, given: Mapping[str, Array], take: Take) -> tuple[Mapping[str, Array], Take]:
         """The same by the graph's names rather than the stage's."""
-        ports = zip(self._own.inputs, self.stage.inputs, strict=True)
-        inputs = {theirs.name: given[own.name] for own, theirs in ports}
+        ports = zip(self._own.inputs, self.stage.inputs, strict=False)  # scales come after
+        inputs = {theirs.name: given[own.name] for own, theirs in ports} | self._scales
         outputs = zip(self._own.outputs, self.stage.outputs, strict=True)
         names = {theirs.name: own.name for own, theirs in outputs}
         return inputs, lambda name, value: take(names[name], value)

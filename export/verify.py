@@ -21,8 +21,9 @@ import torch
 
 from engines.bundle import NEXT, Bundle, GoldenSpec, Manifest, RegionSpec, StageSpec
 from engines.clocks import ClockKind
-from engines.golden import draw, is_drawn, written_rows
+from engines.golden import CODED, draw, is_drawn, written_rows
 from export import golden
+from export.caches import caches_of
 from export.golden import IN, OUT
 from export.prompt_stages import prompt_graphs
 from export.source import Source
@@ -82,7 +83,7 @@ def findings(
     twins = {spec.stage: Twin(bundle, stages[spec.stage], piece_bytes) for spec in manifest.golden}
     graphs: dict[str, StageGraph] = {}
     if reference is not None:
-        graphs = {graph.name: graph for graph in _graphs(reference, _attention(manifest))}
+        graphs = {graph.name: graph for graph in _graphs(reference, bundle)}
         yield from _same_checkpoint(bundle, reference)
         for name, graph in graphs.items():
             if graph.spec != stages.get(name):
@@ -105,12 +106,14 @@ def _attention(manifest: Manifest) -> Attention:
     return "ring" if any(stage.ring for stage in manifest.stages) else "standard"
 
 
-def _graphs(source: Source, attention: Attention) -> tuple[StageGraph, ...]:
-    """Those of a tick, then those of a prompt."""
-    ticking = graphs_of(source.config, source.mimi, source.lm, source.dtype, attention)
-    if source.config.prompt is None:
+def _graphs(source: Source, bundle: Bundle) -> tuple[StageGraph, ...]:
+    """Those of a tick, then those of a prompt, with the rings and scales of ``bundle``."""
+    caches, config = caches_of(bundle), source.config
+    attention = _attention(bundle.manifest)
+    ticking = graphs_of(config, source.mimi, source.lm, source.dtype, attention, caches)
+    if config.prompt is None:
         return ticking
-    return (*ticking, *prompt_graphs(source.config, source.lm, source.dtype))
+    return (*ticking, *prompt_graphs(config, source.lm, source.dtype, caches))
 
 
 def _same_checkpoint(bundle: Bundle, reference: Source) -> Iterator[Finding]:
@@ -331,7 +334,7 @@ def _step(
 
 
 def _first(region: RegionSpec, batch: int) -> Array:
-    kinds = {"int64": np.int64, "bool": np.bool_}
+    kinds = {"int64": np.int64, "bool": np.bool_} | CODED
     shape, kind = (batch, *region.shape), kinds.get(region.dtype, np.float32)
     # Zeros cost no memory until they are written to.
     return np.full(shape, region.fill, kind) if region.fill else np.zeros(shape, kind)
