@@ -25,17 +25,18 @@ say = @printf '==> %s\n' "$(1)"
 # One thread per library: the tests run several processes, and a CPU step is repeatable only so.
 export OMP_NUM_THREADS = 1
 
-.PHONY: help demo test style types tests soak test-gpu clean python-ok
+.PHONY: help demo test style types tests test-lines soak test-gpu clean python-ok
 .DEFAULT_GOAL := help
 # `make -j test` would mix three outputs, and tests that watch the clock want the machine.
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo      three callers talk to the box in real time, on this CPU (about a minute)'
-	@echo 'make test      style, types and tests: what CI runs (under 10 minutes on 2 cores)'
-	@echo 'make soak      the long runs'
-	@echo 'make test-gpu  the tests that need an NVIDIA GPU and the cuda extra'
-	@echo 'make clean     remove both environments and every cache'
+	@echo 'make demo        three callers talk to the box in real time, on this CPU (about a minute)'
+	@echo 'make test        style, types and tests: what CI runs (under 10 minutes on 2 cores)'
+	@echo 'make test-lines  lines against real peers and sound servers; says what apt-get brings them'
+	@echo 'make soak        the long runs'
+	@echo 'make test-gpu    the tests that need an NVIDIA GPU and the cuda extra'
+	@echo 'make clean       remove both environments and every cache'
 
 demo: $(DEMO_STAMP)
 	$(call say,three callers join the box; it takes about 15 s on the real 80 ms clock)
@@ -54,9 +55,15 @@ types: $(DEV_STAMP)
 
 tests: $(DEV_STAMP)
 	$(call say,tests of the models and engines: on both cores)
-	@$(PYTEST) -m 'not gpu and not soak' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not lines' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
 	$(call say,tests of the appliance: many watch the clock, so they have the machine to themselves)
-	@$(PYTEST) -m 'not gpu and not soak' tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not lines' tests/appliance $(PYTEST_ARGS)
+
+test-lines: $(DEV_STAMP)
+	$(call say,lines: against real peers and devices that are none of the test suite's own)
+	@$(PYTEST) -m lines tests/appliance/lines $(PYTEST_ARGS)
+	$(call say,from mouth to ear through a sound server without hardware; it takes a minute)
+	@$(DEV)/bin/python -m bench.mouth_to_ear --pulse
 
 soak: $(DEV_STAMP)
 	$(call say,soak: the long runs)

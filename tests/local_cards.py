@@ -5,6 +5,7 @@ an echo. `Sim` jumps from one thing to the next, so 20 minutes take seconds.
 """
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 from appliance import control
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
-from appliance.clock import NS_PER_S, TickGrid
+from appliance.clock import NS_PER_S, MonotonicClock, TickGrid
 from appliance.frame_ring import FINAL, GENERATED, LAST, DownlinkHeader
 from appliance.lines.local_call import LocalCall, State, Wish
+from appliance.lines.local_card import CardError, Device, Pair
 from appliance.lines.local_rings import Exchange
 from appliance.lines.local_sound import Cleaner, Microphone, Speaker, Untouched
 
@@ -220,3 +222,58 @@ class Sim:
             )
         )
         self.made += 1
+
+
+class ThreadCard:
+    """A sound card that is a thread: blocks of 10 ms on the machine's clock, no latency."""
+
+    def __init__(self, heard: NDArray[np.float32]) -> None:
+        """heard: what the microphone hears; the card falls silent at its end."""
+        self.exchange = Exchange(CARD_HZ, BLOCK)
+        self.active = True
+        self.heard = heard[: heard.size // BLOCK * BLOCK]
+        self.played = np.zeros_like(self.heard)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self.active = False
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        clock = MonotonicClock()
+        start_ns = clock.now_ns()
+        for at in range(0, self.heard.size, BLOCK):
+            clock.sleep_until(start_ns + (at + BLOCK) * NS_PER_S // CARD_HZ)
+            if self._stopped.is_set():
+                return
+            now_ns = clock.now_ns()
+            self.exchange.hear(self.heard[at : at + BLOCK], now_ns)
+            # A real card plays what it gets now while it hears the next block.
+            after = min(at + BLOCK, self.heard.size - BLOCK)
+            self.exchange.play(self.played[after : after + BLOCK], now_ns)
+
+
+class ThreadSound:
+    """The sound library that has these cards, one after the other."""
+
+    def __init__(self, *cards: ThreadCard) -> None:
+        self._cards = list(cards)
+
+    def devices(self) -> list[Device]:
+        return [Device(0, "thread", "test", 1, 1, CARD_HZ, True, True)]
+
+    def open(self, pair: Pair, latency_s: float) -> tuple[Exchange, ThreadCard]:
+        if not self._cards:
+            raise CardError("there is no card left")
+        card = self._cards.pop(0)
+        card.start()
+        return card.exchange, card
+
+    def look_again(self) -> None:
+        pass

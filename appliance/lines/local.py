@@ -9,8 +9,10 @@ the terminal. Does not know what a line does (`local_line`).
 """
 
 import argparse
+import contextlib
 import getpass
 import math
+import os
 import signal
 import sys
 import tempfile
@@ -36,6 +38,10 @@ beside a busy process; a card that cannot do it takes the least that it can."""
 
 WAIT_FOR_CARD_S = 60.0
 """Long enough to find the plug, short enough that nobody pays for a call that is none."""
+
+NICENESS = -11
+"""Of the line's process, where the machine allows it: what sound servers ask for. What it is late
+by is heard as a gap, and later as delay, because its buffers grow with it."""
 
 SWITCH_S = 0.0005
 """How long another thread may hold the interpreter while the card's callback waits for it."""
@@ -157,6 +163,8 @@ def run_line(args: argparse.Namespace, sound: "Sound", clock: Clock) -> int:
     wait_ns = round(args.wait_for_card * NS_PER_S)
     line = LocalLine(boxes, call, card, ends, screen, clock, wait_ns)
     line.muted = args.muted
+    with contextlib.suppress(OSError):  # an ordinary user's call is heard as well
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     before, restore = sys.getswitchinterval(), hang_up_on_signals(line)
     sys.setswitchinterval(SWITCH_S)
     try:

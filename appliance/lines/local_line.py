@@ -15,7 +15,7 @@ from types import FrameType
 from appliance import control
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock
 from appliance.lines.boxes import Boxes, Lost, News
-from appliance.lines.local_call import LocalCall, State
+from appliance.lines.local_call import POLL_NS, LocalCall, State
 from appliance.lines.local_rings import Exchange
 from appliance.lines.local_screen import HELP, LEAVE_KEY, MUTE_KEY, Screen, View
 from appliance.lines.local_sound import QUIETEST_DB, Microphone, Speaker
@@ -29,6 +29,11 @@ PAUSE_NS = NS_PER_S
 
 AGAIN_NS = 500 * NS_PER_MS
 """A second Ctrl-C within this of the first is the same one, seen by both processes of `talk`."""
+
+SETTLED_S = 0.5
+SETTLE_NS = 4 * NS_PER_S
+"""Nobody is called before the card has worked for so long, or has had so much time to: a sound
+server that has just been asked for sound stumbles, and the model's first words would be lost."""
 
 LONGEST_SLEEP_S = 0.1
 """A signal sets a flag and interrupts no sleep."""
@@ -61,6 +66,8 @@ class LocalLine:
         self._screen = screen
         self._clock = clock
         self._wait_for_card_ns = wait_for_card_ns
+        self._began_ns = clock.now_ns()
+        self._has_settled = False
         self._lost_ns = 0
         self._told = ""
         self._shown_ns = 0
@@ -99,13 +106,24 @@ class LocalLine:
         if call.microphone is not None:
             # Frames whose time has passed while this process slept are left out by the call.
             call.microphone.listen(now_ns, max(call.take_ns, now_ns + 1))
-        for message in call.advance(now_ns):
-            self._boxes.send(1, message)
+        if self._settled(now_ns):
+            for message in call.advance(now_ns):
+                self._boxes.send(1, message)
         self._show(now_ns)
         now_ns = self._clock.now_ns()
-        wait_s = max(0.0, (call.wake_ns(now_ns) - now_ns) / NS_PER_S)
+        wake_ns = call.wake_ns(now_ns) if self._has_settled else now_ns + POLL_NS
+        wait_s = max(0.0, (wake_ns - now_ns) / NS_PER_S)
         for news in self._boxes.receive(min(wait_s, LONGEST_SLEEP_S)):
             self._hear(news)
+
+    def _settled(self, now_ns: int) -> bool:
+        if not self._has_settled:
+            exchange = self._card.exchange
+            samples = 0 if exchange is None else min(exchange.heard.read, exchange.played.written)
+            enough = exchange is not None and samples > SETTLED_S * exchange.rate_hz
+            late = now_ns - self._began_ns > SETTLE_NS
+            self._has_settled = enough or late or bool(self._interrupts)
+        return self._has_settled
 
     def _keys(self) -> None:
         keys = self._screen.keys()
@@ -126,7 +144,7 @@ class LocalLine:
                 self._lost_ns = now_ns
         if card.trouble and card.trouble != self._told:
             left_s = self._wait_for_card_ns // NS_PER_S
-            self._screen.say(f"{card.trouble} (the call waits for it for {left_s} s)")
+            self._screen.say(f"{card.trouble} (the call waits for up to {left_s} s)")
         self._told = card.trouble
         if card.exchange is None and now_ns - self._lost_ns > self._wait_for_card_ns:
             self._call.leave(now_ns, "the sound card did not come back")

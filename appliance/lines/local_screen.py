@@ -64,9 +64,9 @@ def _db(level_db: float) -> str:
 class Screen:
     """Standard input and output. One thread uses it."""
 
-    def __init__(self, output: TextIO = sys.stdout) -> None:
-        self._output = output
-        self._is_terminal = output.isatty()
+    def __init__(self, output: TextIO | None = None) -> None:
+        self._output = sys.stdout if output is None else output
+        self._is_terminal = self._output.isatty()
         self._keys = sys.stdin.fileno() if self._is_terminal and sys.stdin.isatty() else None
         self._words = ""
         self._shown = ""

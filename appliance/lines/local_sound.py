@@ -282,7 +282,7 @@ class Speaker:
         """Silence in front, so that the next frame is not late as well."""
         self.padded += self._has_begun
         self._exchange.speaker.write(
-            np.zeros(missing_ns * self._exchange.rate_hz // NS_PER_S, np.float32)
+            np.zeros(max(0, missing_ns) * self._exchange.rate_hz // NS_PER_S, np.float32)
         )
         self._forget()
 
