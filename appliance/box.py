@@ -13,7 +13,7 @@ import logging
 import sys
 
 from appliance.admission import session_bytes
-from appliance.calibration import calibrate, warm_up
+from appliance.calibration import Recalibration, calibrate, warm_up
 from appliance.channel import Capacities
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
@@ -95,6 +95,7 @@ class Box:
             ),
             ring=ring,
             desk=desk,
+            idle=Recalibration(executor, clock),
         )
         if self._notify.watchdog_ns is not None:
             self.loop.beat = self._notify.alive

@@ -3,6 +3,9 @@
 Decides which batches and ages are timed, and how often; what follows from the figures is
 `step_model`'s business. Live ticks replace these samples later. What is timed is the engine's
 step; gathering and scattering are added by live ticks.
+
+It is done at the start (`calibrate`), and again by the tick loop in a box that nobody uses
+(`Recalibration`), one step a tick, when `foresight` says that what was timed no longer holds.
 """
 
 import logging
@@ -20,6 +23,14 @@ a graph allocate."""
 
 LEAST_STEPS = 8
 """Per batch and age, whatever the budget: a median of fewer means nothing."""
+
+REST = 4
+"""After each step a quarter of its time is rest. A thread of real-time priority that never pauses
+is held up by the kernel for 50 ms of every second in which others want its core; ticks pause by
+themselves, and never meet that."""
+
+RECALIBRATE_STEPS = 32
+"""Per batch and age when it is done again: a tick each, so 21 s for the 8 kinds of 8 sessions."""
 
 
 def warm_up(executor: Executor, stopping: Callable[[], bool]) -> None:
@@ -49,9 +60,8 @@ def calibrate(
     budget_ns: for all of it; shared equally, and exceeded only by `LEAST_STEPS`. The slots hold
     nobody yet; each session's `join` cleans its slot.
     """
-    full = executor.bundle.manifest.ticks_until_full()
-    ages = [0, full] if isinstance(executor, Ages) and full else [0]
-    if full and len(ages) == 1:
+    ages = calibration_ages(executor)
+    if executor.bundle.manifest.ticks_until_full() and len(ages) == 1:
         logger.warning(
             "this engine cannot be timed at full retention: the forecast starts from young "
             "sessions and learns from live ones"
@@ -60,14 +70,61 @@ def calibrate(
     share_ns = budget_ns // (len(batches) * len(ages))
     for batch in batches:
         for age in ages:
-            for slot in range(batch):
-                executor.join(slot, {})
-                if isinstance(executor, Ages) and age:
-                    executor.age(slot, age)
+            _seat(executor, batch, age)
             until_ns = clock.now_ns() + share_ns
             for step in range(KEEP_TICKS):
                 before_ns = clock.now_ns()
                 if stopping() or (before_ns >= until_ns and step >= LEAST_STEPS):
                     break
                 executor.step(batch)
-                samples.add(batch, batch if age else 0, clock.now_ns() - before_ns)
+                after_ns = clock.now_ns()
+                samples.add(batch, batch if age else 0, after_ns - before_ns)
+                clock.sleep_until(after_ns + (after_ns - before_ns) // REST)
+
+
+def calibration_ages(executor: Executor) -> list[int]:
+    """Young, and at full retention where the engine can be timed there; in ticks."""
+    full = executor.bundle.manifest.ticks_until_full()
+    return [0, full] if isinstance(executor, Ages) and full else [0]
+
+
+def _seat(executor: Executor, batch: int, age: int) -> None:
+    """Put sessions of ``age`` into slots 0..batch-1, in which nobody sits."""
+    for slot in range(batch):
+        executor.join(slot, {})
+        if isinstance(executor, Ages) and age:
+            executor.age(slot, age)
+
+
+class Recalibration:
+    """Time the steps again while nobody is in the box. The tick thread works; control asks."""
+
+    def __init__(self, executor: Executor, clock: Clock) -> None:
+        self.asked = False
+        """Set by the control thread; cleared when it has been done."""
+        self.done: list[tuple[int, float, int]] | None = None
+        """(batch, sum of fills, busy_ns) of all steps, for the control thread to take."""
+        self._executor = executor
+        self._clock = clock
+        self._ages = calibration_ages(executor)
+        self._kinds = [(b, a) for b in calibration_batches(executor.slots) for a in self._ages]
+        self._found: list[tuple[int, float, int]] = []
+
+    def work(self) -> None:
+        """One step. Only between ticks, and only while nobody is live, waits or is primed."""
+        if not self.asked:
+            return
+        kind, step = divmod(len(self._found), RECALIBRATE_STEPS)
+        batch, age = self._kinds[kind]
+        if step == 0:
+            _seat(self._executor, batch, age)
+        before_ns = self._clock.now_ns()
+        self._executor.step(batch)
+        self._found.append((batch, batch if age else 0.0, self._clock.now_ns() - before_ns))
+        if len(self._found) == len(self._kinds) * RECALIBRATE_STEPS:
+            self.done, self._found, self.asked = self._found, [], False
+
+    def drop(self) -> None:
+        """Somebody came: what was timed so far is left, and begun anew when it is asked again."""
+        self._found.clear()
+        self.asked = False

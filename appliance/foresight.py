@@ -30,6 +30,14 @@ REFIT_NS = NS_PER_S
 """How old a fit may be: a disturbance of the machine shows in forecasts a second later. The gate,
 which looks at margins themselves, needs no fit."""
 
+IDLE_NS = 5 * NS_PER_S
+"""How long nobody must have been in the box before steps are timed again: a caller who comes in
+the middle costs the half that was done."""
+
+AGED_NS = 600 * NS_PER_S
+"""How old a calibration may become in a box that nobody uses. It is also done again, as soon as the
+box is idle, when live ticks have shown that the machine has become slower (`step_model`)."""
+
 
 class Foresight:
     """One box's view of its own time. The control thread uses it."""
@@ -63,6 +71,9 @@ class Foresight:
         self._calls_ns = tuple(length * NS_PER_S for length in config.call_lengths_s)
         self._fill_now = 0.0
         self._fitted_ns: int | None = None
+        self._idle_since_ns: int | None = None
+        self._calibrated_ns: int | None = None
+        self._slower = 1.0
         self._shed_tick = -config.shed_after
 
     def look(self, now_ns: int) -> None:
@@ -74,6 +85,7 @@ class Foresight:
             margin_ns = ring.pour(self._samples, now_ns)
         elif not self._loop.counts.live:
             self._fill_now = 0.0
+        self._watch_calibration(now_ns)
         calm_ns = self._config.calm_s * NS_PER_S
         gate = self.gate.after(margin_ns, self._guard_ns, calm_ns, now_ns)
         if gate.is_open != self.gate.is_open:
@@ -84,6 +96,26 @@ class Foresight:
                 self._loop.counts.live,
             )
         self.gate = gate
+
+    def _watch_calibration(self, now_ns: int) -> None:
+        """Have steps timed again in an idle box once what was timed no longer holds."""
+        idle, loop = self._loop.idle, self._loop
+        if idle is None:
+            return
+        if self._calibrated_ns is None:
+            self._calibrated_ns = now_ns
+        if idle.done is not None:
+            self._samples.renew(idle.done)
+            idle.done, self._fitted_ns, self._calibrated_ns = None, None, now_ns
+            logger.info("steps were timed again: ticks=%d", self._samples.added)
+        if loop.counts.live:
+            self._idle_since_ns = None
+            return
+        if self._idle_since_ns is None:
+            self._idle_since_ns = now_ns
+        is_due = self._samples.slower > 1 or now_ns - self._calibrated_ns > AGED_NS
+        if is_due and not idle.asked and now_ns - self._idle_since_ns > IDLE_NS:
+            idle.asked, self._idle_since_ns = True, now_ns  # if a caller comes: not at once again
 
     def headroom(self, held: int, ready: bool, draining: bool) -> Headroom:
         """What admission goes by, now."""
@@ -122,6 +154,9 @@ class Foresight:
             # Also when nothing was added: what is too old no longer counts.
             self.model = self._samples.fit(now_ns) or self.model
             self._fitted_ns = now_ns
+            if self._samples.slower != self._slower:
+                self._slower = self._samples.slower
+                logger.warning("steps take %.2f times what was calibrated", self._slower)
         if self.model is None:
             return None
         return Forecast(

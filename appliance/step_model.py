@@ -10,12 +10,19 @@ of ticks exceeds the straight line, so a step in the curve at some batch is not 
 that was measured it grows in proportion. Every term grows with B and with fill, hence so do the
 forecasts, which admission relies on.
 
+Calibration is what the machine was when the box started. Where live ticks of the same kind take
+`DRIFT` times as long as their calibration did, the machine has changed, and whatever was calibrated
+and has not been seen live is taken to be slower by as much, until live ticks or a new calibration
+(`StepSamples.renew`) say otherwise. It is never taken to be faster on that evidence: the new
+calibration has to show it.
+
 It knows no sessions, no deadline and no clock. Fewer than 1,000 ticks have no 99.9th percentile:
 their largest takes its place.
 """
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +34,11 @@ KEEP_TICKS = 256
 FORGET_NS = 60_000_000_000
 """How long a live tick counts. A box that was disturbed and lets nobody in sees no new ticks of the
 batches it refuses: it must forget, try again, and be ready to learn again."""
+
+DRIFT = 1.25
+"""Live ticks take so many times their calibration: more than gathering and scattering explain."""
+DRIFT_NS = 2_000_000
+"""And so much longer: on a tick of 3 ms a quarter is nothing."""
 
 ENOUGH_TICKS = 64
 """Fresh live ticks of a bucket that take the place of what calibration measured there."""
@@ -87,10 +99,29 @@ class _Bucket:
     """(fill, busy_ns, at_ns) of ticks without callers."""
     live: deque[tuple[float, int, int]] = field(default_factory=_newest)
 
-    def counting(self, now_ns: int) -> list[tuple[float, int, int]]:
-        """What counts at ``now_ns``: fresh live ticks, and calibration while those are few."""
-        fresh = [tick for tick in self.live if now_ns - tick[2] <= FORGET_NS]
-        return fresh if len(fresh) >= ENOUGH_TICKS else [*self.calibrated, *fresh]
+    def fresh(self, now_ns: int) -> list[tuple[float, int, int]]:
+        """Live ticks that still count."""
+        return [tick for tick in self.live if now_ns - tick[2] <= FORGET_NS]
+
+    def counting(self, now_ns: int, slower: float) -> list[tuple[float, int, int]]:
+        """What counts at ``now_ns``: fresh live ticks, and calibration while those are few.
+
+        slower: how many times longer a step takes now than when it was calibrated.
+        """
+        fresh = self.fresh(now_ns)
+        if len(fresh) >= ENOUGH_TICKS:
+            return fresh
+        return [*((fill, round(ns * slower), at) for fill, ns, at in self.calibrated), *fresh]
+
+    def drift(self, now_ns: int) -> float | None:
+        """How many times its calibration a live tick takes; None when one of them is missing."""
+        fresh = self.fresh(now_ns)
+        if len(fresh) < ENOUGH_TICKS or not self.calibrated:
+            return None
+        live, before = (
+            float(np.median([t[1] for t in ticks])) for ticks in (fresh, self.calibrated)
+        )
+        return live / before if live > before * DRIFT and live > before + DRIFT_NS else 1.0
 
 
 class StepSamples:
@@ -100,6 +131,8 @@ class StepSamples:
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self.added = 0
         """Ticks ever added."""
+        self.slower = 1.0
+        """How many times longer steps take than when they were calibrated; live ticks say so."""
 
     def add(self, batch: int, fill: float, busy_ns: int, at_ns: int | None = None) -> None:
         """One tick. fill: sum over the ``batch`` sessions, 0..batch. busy_ns: its start to done.
@@ -114,9 +147,22 @@ class StepSamples:
         kept.append((fill, busy_ns, at_ns or 0))
         self.added += 1
 
+    def renew(self, ticks: Iterable[tuple[int, float, int]]) -> None:
+        """A new calibration, (batch, sum of fills, busy_ns), takes the place of the old one."""
+        for bucket in self._buckets.values():
+            bucket.calibrated.clear()
+        for batch, fill, busy_ns in ticks:
+            self.add(batch, fill, busy_ns)
+        self.slower = 1.0
+
     def fit(self, now_ns: int) -> StepModel | None:
         """The model of what counts at ``now_ns``; None when nothing does."""
-        counting = {key: bucket.counting(now_ns) for key, bucket in self._buckets.items()}
+        seen_now = [d for b in self._buckets.values() if (d := b.drift(now_ns)) is not None]
+        if seen_now:  # without live ticks the last word stands
+            self.slower = max(seen_now)
+        counting = {
+            key: bucket.counting(now_ns, self.slower) for key, bucket in self._buckets.items()
+        }
         if not any(counting.values()):
             return None
         batches: list[int] = []

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from appliance import frame_ring
+from appliance.calibration import Recalibration
 from appliance.clock import Clock, TickGrid
 from appliance.frame_ring import DownlinkHeader, UplinkHeader
 from appliance.leases import Slots
@@ -80,6 +81,8 @@ class TickLoop:
     """What each tick took, for admission's forecasts."""
     desk: PrimingDesk | None = None
     """None: this bundle's calls have no prompts."""
+    idle: Recalibration | None = None
+    """What is done in ticks in which nobody is in the box."""
     beat: Callable[[], None] | None = None
     """Called after a turn, at most every `beat_ticks`: proof that we turn. Must not block."""
     beat_ticks: int = 1
@@ -143,6 +146,11 @@ class TickLoop:
         self._step(tick, max(0, self.grid.tick_at(now_ns) - tick))
         if self._priming:
             self._prime(tick)
+        if self.idle is not None and self.idle.asked:
+            if len(self._slots) or self._priming or self._waiting:
+                self.idle.drop()
+            else:
+                self.idle.work()
         if self.beat is not None and tick >= self._beat_tick:
             self.beat()
             self._beat_tick = tick + self.beat_ticks

@@ -1,14 +1,25 @@
 """What is timed before anybody is let in."""
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from appliance.calibration import LEAST_STEPS, calibrate, calibration_batches, warm_up
+from appliance.calibration import (
+    LEAST_STEPS,
+    RECALIBRATE_STEPS,
+    Recalibration,
+    calibrate,
+    calibration_batches,
+    warm_up,
+)
 from appliance.clock import NS_PER_MS as MS
+from appliance.clock import TickGrid
+from appliance.seat import Depart
+from appliance.session import Event
 from appliance.step_model import KEEP_TICKS, StepSamples
-from tests.fakes import FakeClock, FakeExecutor, make_bundle
+from tests.fakes import PERIOD_NS, FakeCaller, FakeClock, FakeExecutor, make_bundle, make_loop
 
 
 class AgingExecutor(FakeExecutor):
@@ -18,6 +29,8 @@ class AgingExecutor(FakeExecutor):
         self._old = [False] * slots
         super().__init__(make_bundle(folder, slots), slots, self._spend)
         self._clock = clock
+        self.slower = 1
+        self.spent_ns: list[int] = []
 
     def join(self, slot: int, settings: Mapping[str, float]) -> None:
         super().join(slot, settings)
@@ -27,7 +40,9 @@ class AgingExecutor(FakeExecutor):
         self._old[slot] = ticks >= self.bundle.manifest.ticks_until_full()
 
     def _spend(self, batch: int) -> None:
-        self._clock.advance((5 + 2 * batch + 3 * sum(self._old[:batch])) * MS)
+        took_ns = (5 + 2 * batch + 3 * sum(self._old[:batch])) * MS * self.slower
+        self.spent_ns.append(took_ns)
+        self._clock.advance(took_ns)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +54,17 @@ def test_batches_double_up_to_the_largest(slots: int, batches: tuple[int, ...]) 
 
 def test_young_and_old_sessions_are_timed_and_the_fit_tells_them_apart(tmp_path: Path) -> None:
     clock, samples = FakeClock(), StepSamples()
-    calibrate(AgingExecutor(tmp_path, clock), clock, 3000 * MS, samples, lambda: False)
+    executor = AgingExecutor(tmp_path, clock)
+    calibrate(executor, clock, 3000 * MS, samples, lambda: False)
     model = samples.fit(0)
     assert model is not None
     terms = (model.base_ns, model.session_ns, model.fill_ns)
     assert terms == pytest.approx((5 * MS, 2 * MS, 3 * MS), rel=1e-6)
     assert (model.largest_batch, model.largest_fill) == (5, 1.0)
-    # One step more than the budget at most, for each of the 8 kinds of step.
-    assert 2500 * MS < clock.now_ns() < 3000 * MS + 8 * 30 * MS
+    # One step more than the budget at most, and its rest, for each of the 8 kinds of step.
+    assert 2500 * MS < clock.now_ns() < 3000 * MS + 8 * 38 * MS
+    # The kernel holds up a real-time thread that takes more than 95 % of a second.
+    assert sum(executor.spent_ns) < 0.85 * clock.now_ns()
 
 
 def test_a_tiny_budget_still_gives_every_kind_its_least_steps(tmp_path: Path) -> None:
@@ -74,3 +92,49 @@ def test_a_box_told_to_stop_calibrates_no_further(tmp_path: Path) -> None:
     warm_up(executor, lambda: True)
     calibrate(executor, FakeClock(), 10 * MS, samples, lambda: True)
     assert (samples.added, len(executor.batches)) == (0, 0)
+
+
+def test_steps_are_timed_again_while_nobody_is_there_and_left_when_somebody_comes(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    executor = AgingExecutor(tmp_path, clock, 4)
+    loop = make_loop(executor, clock)
+    samples = StepSamples()
+    calibrate(executor, clock, 500 * MS, samples, lambda: False)
+    loop.grid = TickGrid(clock.now_ns(), PERIOD_NS)
+    idle = loop.idle = Recalibration(executor, clock)
+    tick = 0
+
+    def turn(ticks: int) -> None:
+        nonlocal tick
+        for _ in range(ticks):
+            clock.sleep_until(loop.grid.start_ns(tick))
+            tick = loop.turn(tick)
+
+    executor.slower = 3
+    executor.batches.clear()
+    turn(5)
+    assert not executor.batches  # nobody asked
+    idle.asked = True
+    turn(100)
+    caller = FakeCaller(loop, f"dbxtest-{uuid.uuid4().hex[:12]}", 1)
+    caller.arrive()
+    turn(1)
+    assert (idle.asked, idle.done) == (False, None)
+    for _ in range(3):
+        caller.speak()
+        turn(1)
+    assert [header.frame_index for header, _ in caller.hear()] == [0, 1, 2]
+    assert loop.counts.late == 0
+    loop.inbox.append(Depart(caller.session, Event.LEAVE))
+    idle.asked = True
+    turn(6 * RECALIBRATE_STEPS)
+    assert idle.done is not None
+    samples.renew(idle.done)
+    model = samples.fit(0)
+    assert model is not None
+    terms = (model.base_ns, model.session_ns, model.fill_ns)
+    assert terms == pytest.approx((15 * MS, 6 * MS, 9 * MS), rel=1e-6)
+    assert not idle.asked
+    caller.close()

@@ -4,11 +4,12 @@ import itertools
 from pathlib import Path
 
 from appliance.admission import Reason
+from appliance.calibration import Recalibration
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import NS_PER_S
 from appliance.config import AdmissionConfig
-from appliance.foresight import Foresight
-from appliance.step_model import StepSamples
+from appliance.foresight import AGED_NS, Foresight
+from appliance.step_model import ENOUGH_TICKS, StepSamples
 from tests.appliance.test_tick_loop import Desk
 
 CONFIG = AdmissionConfig(calm_s=1)
@@ -105,5 +106,51 @@ def test_one_stall_sheds_nobody(tmp_path: Path) -> None:
             turn(desk, sight)
             assert sight.plan_shed([1, 2]) is None
         assert desk.loop.counts.missed > 3
+    finally:
+        desk.close()
+
+
+def test_an_idle_box_times_its_steps_again_when_they_are_old_or_the_machine_has_changed(
+    tmp_path: Path,
+) -> None:
+    desk, samples = Desk(tmp_path), StepSamples()
+    try:
+        idle = desk.loop.idle = Recalibration(desk.executor, desk.clock)
+        for batch in (1, 2, 4):
+            for _ in range(40):
+                samples.add(batch, 0, 10 * MS)
+        sight = foresight(desk, samples)
+
+        def look(seconds: float) -> None:
+            desk.clock.advance(round(seconds * NS_PER_S))
+            sight.look(desk.clock.now_ns())
+
+        look(0)
+        look(60)
+        assert not idle.asked  # it is as it was
+        look(AGED_NS / NS_PER_S)
+        assert idle.asked
+        idle.drop()  # a caller came
+        look(1)
+        assert not idle.asked  # and not at once again
+        look(6)
+        assert idle.asked
+        idle.asked, idle.done = False, [(batch, 0.0, 10 * MS) for batch in (1, 2, 4)] * 8
+        look(1)
+        look(10)
+        assert not idle.asked
+        # Live ticks take twice as long: once its callers have gone, it is looked into.
+        for _ in range(ENOUGH_TICKS):
+            samples.add(2, 0, 20 * MS, at_ns=desk.clock.now_ns())
+        slow = sight.forecast()
+        assert slow is not None
+        assert slow.tick_ns(4) >= 20 * MS
+        look(1)
+        assert idle.asked
+        idle.asked, idle.done = False, [(batch, 0.0, 10 * MS) for batch in (1, 2, 4)] * 8
+        look(61)
+        forecast = sight.forecast()
+        assert forecast is not None
+        assert forecast.tick_ns(4) == 10 * MS
     finally:
         desk.close()

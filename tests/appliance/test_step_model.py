@@ -87,7 +87,7 @@ def test_a_disturbance_does_not_outlast_the_ticks_it_was_seen_in() -> None:
     samples = StepSamples()
     for _ in range(50):
         samples.add(4, 0, 10_000_000)  # calibrated
-    for _ in range(KEEP_TICKS):
+    for _ in range(ENOUGH_TICKS - 1):  # many more, and it is another machine: see below
         samples.add(4, 0, 200_000_000, at_ns=1)
     disturbed, later = samples.fit(1), samples.fit(2 + FORGET_NS)
     assert disturbed is not None
@@ -108,6 +108,59 @@ def test_live_ticks_take_the_place_of_calibration_once_there_are_enough() -> Non
     fitted = samples.fit(0)
     assert fitted is not None
     assert fitted.p999_ns(4, 0) == pytest.approx(10_000_000)
+
+
+def calibrated(session_ms: int = 3) -> StepSamples:
+    samples = StepSamples()
+    for batch in (1, 2, 4, 8):
+        for _ in range(40):
+            samples.add(batch, 0, (2 + session_ms * batch) * 1_000_000)
+    return samples
+
+
+def forecast(samples: StepSamples, batch: int, now_ns: int) -> int:
+    model = samples.fit(now_ns)
+    assert model is not None
+    return model.p999_ns(batch, 0)
+
+
+@given(times=st.floats(1, 8), batch=st.sampled_from([1, 2, 4]))
+def test_a_machine_that_became_slower_is_not_taken_for_the_one_that_was_calibrated(
+    times: float, batch: int
+) -> None:
+    """Live ticks of small batches say so; the forecast of the largest must not be too low."""
+    samples = calibrated()
+    for _ in range(ENOUGH_TICKS):
+        samples.add(batch, 0, round((2 + 3 * batch) * 1_000_000 * times), at_ns=1)
+    assert forecast(samples, batch, 1) >= (2 + 3 * batch) * 1_000_000 * times * (1 - 1e-6)
+    if times >= 2:
+        assert forecast(samples, 8, 1) >= 26_000_000 * times * (1 - 1e-6)
+    else:  # gathering and scattering make small ticks longer, and are no other machine
+        assert forecast(samples, 8, 1) >= 26_000_000 * (1 - 1e-6)
+
+
+def test_a_slower_machine_is_remembered_until_it_is_calibrated_again() -> None:
+    samples = calibrated()
+    for _ in range(ENOUGH_TICKS):
+        samples.add(2, 0, 16_000_000, at_ns=1)
+    assert forecast(samples, 8, 1) == pytest.approx(52_000_000, rel=0.01)
+    later = 2 + FORGET_NS  # its callers have gone, and nobody comes because nobody is let in
+    assert forecast(samples, 8, later) == pytest.approx(52_000_000, rel=0.01)
+    samples.renew([(batch, 0.0, (2 + 3 * batch) * 1_000_000) for batch in (1, 2, 4, 8)] * 10)
+    assert samples.slower == 1
+    assert forecast(samples, 8, later) == pytest.approx(26_000_000, rel=0.01)
+
+
+def test_live_ticks_that_are_fast_again_take_it_back() -> None:
+    samples = calibrated()
+    for _ in range(ENOUGH_TICKS):
+        samples.add(2, 0, 40_000_000, at_ns=1)
+    assert samples.fit(1) is not None
+    assert samples.slower == 5
+    for _ in range(KEEP_TICKS):
+        samples.add(2, 0, 9_000_000, at_ns=2)  # 1 ms of gathering and scattering
+    assert samples.fit(2) is not None
+    assert samples.slower == 1
 
 
 def test_nothing_added_nothing_forecast() -> None:
