@@ -141,15 +141,18 @@ class Intake:
         self._steer()
         if self._held.size < self.samples:
             self.short += 1
-            self._left.clear()
-            # The samples that wait are taken a tick later than they would have been.
-            for index, spare_ns in enumerate(self._spares):
-                self._spares[index] = spare_ns + self.period_ns
+            self.skip()
             return None
         frame, self._held = self._held[: self.samples], self._held[self.samples :]
         self._left.append(int(self._held.size))
         self._cut()
         return frame.copy()
+
+    def skip(self) -> None:
+        """A tick takes nothing: what waits is taken a tick later than it would have been."""
+        self._left.clear()
+        for index, spare_ns in enumerate(self._spares):
+            self._spares[index] = spare_ns + self.period_ns
 
     def _spare_ns(self, now_ns: int, take_ns: int) -> int:
         ahead = self._held.size - self.samples

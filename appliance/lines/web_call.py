@@ -327,10 +327,12 @@ class WebCall:
             if now_ns >= start_ns:  # the tick has begun without it
                 self._overslept += self._intake.started
                 self._lead.too_small(now_ns)
+                self._intake.skip()
                 continue
             if self._pay_back:
                 self._pay_back, self._behind = False, 0
                 self._paid_back += 1
+                self._intake.skip()
                 continue
             arrived_ns, missed = self._intake.arrived_ns, self._intake.short
             pcm = self._intake.take(take_ns)
