@@ -101,8 +101,6 @@ def prepare(source: Source, wanted: Calibration, journal: Journal, say: Say) -> 
         journal.write(SCALES, [cache_scales.caches(found, wanted.dtype).file()])
         journal.write(REPORT, [msgspec.json.format(_report(source, wanted, found)) + b"\n"])
         (journal.folder / PROGRESS).unlink(missing_ok=True)
-        for line in lines_of(msgspec.json.decode((journal.folder / REPORT).read_bytes())):
-            say(line)
     lm = source.config.lm
     raw = bytearray((journal.folder / SCALES).read_bytes())
     scales = torch.frombuffer(raw, dtype=torch.float32).view(lm.layers, 2, lm.heads)

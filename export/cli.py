@@ -59,6 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "between them: bits that repeat on a GPU (default: %(default)s)",
     )
     build.add_argument(
+        "--cache",
+        choices=("bf16", "e4m3", "int8"),
+        help="how keys and values are kept (default: as the language model is); 8 bits halve a "
+        "session's memory and reading, and need --attention ring; the codec's are always float32",
+    )
+    build.add_argument(
+        "--calibrate-on",
+        type=Path,
+        metavar="DIR",
+        help="recordings of speech (.wav) that scales of 8-bit caches are found on (default: the "
+        "demo's)",
+    )
+    build.add_argument(
         "--pin-persona",
         type=int,
         default=0,
@@ -184,7 +197,7 @@ def build_plans(opened: bundle.Bundle, target: targets.Target, args: argparse.Na
 
 
 def build_bundle(args: argparse.Namespace) -> int:
-    from export import build, checkpoint, seed_progress, source  # needs torch and onnx
+    from export import build, cache_report, checkpoint, seed_progress, source  # needs torch, onnx
 
     batches = largest_batch(args.batches or "1-8")
     if Path(args.model).is_dir() and args.model not in source.SEEDED:
@@ -197,17 +210,22 @@ def build_bundle(args: argparse.Namespace) -> int:
         context=args.context,
         pinned=args.pin_persona,
     )
+    calibration = cache_report.plan(args.cache, args.attention, model.dtype, args.calibrate_on)
     bar = seed_progress.Bar(sys.stderr.isatty())
     written = build.build(
         model,
         args.out,
         largest_batch=batches,
         attention=args.attention,
+        calibration=calibration,
         voices=voices_in(args.voices),
         progress=lambda *now: print(bar.update(*now), end="", file=sys.stderr, flush=True),
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
     )
     for line in show.lines(written.manifest):
+        print(line)
+    report = cache_report.read(written)
+    for line in cache_report.lines_of(report) if report else ():
         print(line)
     return 0
 
