@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from appliance.admission import Reason
 from appliance.ledger import Why
 from appliance.lines.callers import Conditions
 from appliance.lines.synthetic import SyntheticReport
 from appliance.report import SessionReport, Summary, TickReport
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,6 +93,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conditions: Conditions
     sessions: int
     """N: how many held; 0 when none did."""
+    slots: int
+    """[engine] slots of the box it was measured on, which the promise needs as well."""
     holds: bool
     forecast_sessions: int
     """How many admission would let in by its own forecast."""
@@ -229,10 +232,27 @@ def text(found: Certificate) -> list[str]:
         f"p99.9 {_ms(found.forecast_ns)} ms"
     )
     if found.holds:
-        lines.append(f"{found.sessions} sessions HOLD" + (" (quick)" if found.quick else ""))
+        lines.append(_verdict(found))
     else:
         lines += [f"DOES NOT HOLD: {problem}" for problem in found.problems]
     return lines
+
+
+def _verdict(found: Certificate) -> str:
+    """How many hold, and what keeps the next one out."""
+    text = f"{found.sessions} sessions HOLD" + (" (quick)" if found.quick else "")
+    reason = found.newcomer.reason if found.newcomer is not None else ""
+    if reason == Reason.LINES.value and found.forecast_sessions > found.slots:
+        return (
+            f"{text} with [engine] slots = {found.slots}, which refuses the next one (lines); by "
+            f"forecast alone {found.forecast_sessions} would be let in"
+        )
+    why = {
+        Reason.TIME.value: "their ticks would be too close to their deadlines",
+        Reason.MEMORY.value: "their state at full retention would not fit",
+        Reason.LINES.value: f"all {found.slots} slots are taken",
+    }
+    return f"{text}; the next one is refused for {reason}: {why[reason]}" if reason in why else text
 
 
 def _ms(ns: int) -> str:

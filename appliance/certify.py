@@ -152,27 +152,36 @@ def measure(engine: Engine, asked: Asked, out: Path, say: Say, progress: Say) ->
         say(line)
     trials: list[Trial] = []
     tried: dict[int, bool] = {}
-    guess = asked.sessions
+    guess, slots = asked.sessions, asked.sessions or executor.slots
     if guess is None:
         probe_s = min(asked.seconds, PROBE_S)
         guess = _guess(executor)
         while (count := next_trial(tried, executor.slots, guess)) is not None:
-            seen = _hold(engine, asked, count, probe_s, out, progress, search=True)
+            seen = _hold(engine, asked, count, probe_s, out, progress, None)
             trials.append(trial(seen.summary, seen.callers, count, probe_s, seen.unreadable))
             tried[count] = trials[-1].held
             say(_verdict(trials[-1]))
         guess = max((n for n, held in tried.items() if held), default=1)
     while True:
-        seen = _hold(engine, asked, guess, asked.seconds, out, progress, search=False)
+        seen = _hold(engine, asked, guess, asked.seconds, out, progress, slots)
         trials.append(trial(seen.summary, seen.callers, guess, asked.seconds, seen.unreadable))
         say(_verdict(trials[-1]))
+        if slots > guess and seen.extra is not None and not seen.extra.refused:
+            # It held, or did not, with one more than the search says the machine can hold.
+            say(
+                f"one more than {guess} was admitted, which the search did not hold: measured "
+                f"again with [engine] slots = {guess}"
+            )
+            slots = guess
+            continue
         admitted = sum(not caller.refused for caller in seen.callers)
         if trials[-1].held or asked.sessions is not None or guess == 1:
             break
         # Admission lets in fewer than the machine held, or the long run showed what the short
         # trials did not: measure again with fewer.
         guess = min(guess - 1, max(1, admitted))
-    return _certificate(engine, asked, trials, seen, guess, started, load)
+        slots = executor.slots if slots == executor.slots else guess
+    return _certificate(engine, asked, trials, seen, guess, slots, started, load)
 
 
 def _guess(executor: Executor) -> int:
@@ -210,11 +219,14 @@ def _hold(
     seconds: float,
     out: Path,
     progress: Say,
-    *,
-    search: bool,
+    slots: int | None,
 ) -> _Seen:
-    """Run a box with ``count`` callers, all live for ``seconds``, and read back what happened."""
-    executor = engine.executor
+    """Run a box with ``count`` callers, all live for ``seconds``, and read back what happened.
+
+    slots: of the box; one caller more than ``count`` asks to come in. None: a trial of the search,
+    in which nobody is refused for time and nobody more comes.
+    """
+    executor, search = engine.executor, slots is None
     conditions = msgspec.structs.replace(
         asked.conditions,
         callers=count,
@@ -228,7 +240,7 @@ def _hold(
     folder.mkdir()
     with tempfile.TemporaryDirectory(prefix="dbx-") as socket_folder:
         config = Config(
-            engine=EngineConfig(executor.bundle.path, executor.slots if search else count),
+            engine=EngineConfig(executor.bundle.path, slots or executor.slots),
             clock=ClockConfig(drain_s=5),
             control=ControlConfig(Path(socket_folder) / "control.sock"),
             ledger=LedgerConfig(folder),
@@ -324,6 +336,7 @@ def _certificate(
     trials: list[Trial],
     seen: _Seen,
     sessions: int,
+    slots: int,
     started: str,
     load: float,
 ) -> Certificate:
@@ -354,6 +367,7 @@ def _certificate(
         quick=asked.quick,
         conditions=seen.conditions,
         sessions=0 if found else sessions,
+        slots=slots,
         holds=not found,
         forecast_sessions=seen.forecast_sessions,
         forecast_ns=seen.forecast_ns,

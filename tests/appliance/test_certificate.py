@@ -97,6 +97,7 @@ def certificate_of(calls: Sequence[Call], **fields: object) -> Certificate:
         quick=False,
         conditions=Conditions(len(calls), 20, 1),
         sessions=0 if wrong else len(calls),
+        slots=4,
         holds=not wrong,
         forecast_sessions=4,
         forecast_ns=50 * MS,
@@ -123,7 +124,15 @@ def test_a_certificate_is_read_back_as_it_was_written() -> None:
 
 def test_the_terminal_says_what_holds_or_why_not() -> None:
     good = "\n".join(certificate.text(certificate_of(GOOD)))
-    assert "2 sessions HOLD" in good
+    assert "2 sessions HOLD; the next one is refused for time: their ticks would be" in good
+    full = certificate.Newcomer(False, "lines", "all 4 slots are taken")
+    found = certificate_of(GOOD, newcomer=full)
+    assert certificate.text(found)[-1].endswith("refused for lines: all 4 slots are taken")
+    more = certificate.text(certificate_of(GOOD, newcomer=full, forecast_sessions=9))
+    assert more[-1] == (
+        "2 sessions HOLD with [engine] slots = 4, which refuses the next one (lines); by forecast "
+        "alone 9 would be let in"
+    )
     assert "one more was refused (time): too slow" in good
     assert "40 of 40 frames on time" in good
     bad = [GOOD[0], call([OK, LATE], [(0, 1), (1, Settled.LATE)], session=2)]
