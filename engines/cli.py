@@ -95,7 +95,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    from engines import machine, plans, plans_shown
+    from engines import machine, memory_shown, plans, plans_shown
 
     opened = bundle.read(args.bundle, hashes=False)
     found = []
@@ -112,11 +112,14 @@ def run_show(args: argparse.Namespace) -> int:
         faults = {stage: fault for stage, fault in faults.items() if fault}
         found.append(plans_shown.Found(folder.name, recorded, file_faults=faults))
     here = machine.look()
+    memory = memory_shown.needs(opened.manifest)
     if args.json:
-        print(json.dumps(plans_shown.describe(opened, found, here), indent=1))
+        shown = plans_shown.describe(opened, found, here)
+        print(json.dumps(shown | {"memory": dataclasses.asdict(memory)}, indent=1))
     else:
         for line in plans_shown.lines(opened, found, here):
             print(line)
+        print(memory_shown.line(memory))
     return 0
 
 
