@@ -15,9 +15,10 @@ import pytest
 from appliance import control
 from appliance.channel import Channel
 from appliance.clock import NS_PER_S
-from appliance.config import EXIT_CONFIG
+from appliance.config import EXIT_CONFIG, ControlConfig
 from appliance.control import ControlClient
 from appliance.frame_ring import UplinkHeader
+from appliance.lines.websocket import NICENESS
 from appliance.notify import Notify
 from tests.appliance.test_box import DEADLINE_S, SERVE
 
@@ -193,11 +194,22 @@ def test_the_unit_says_what_the_box_relies_on() -> None:
     assert setting("RuntimeDirectory") == setting("StateDirectory") == "duplexbox"
 
 
+def test_a_lines_unit_lets_it_be_as_nice_as_it_asks_and_speaks_to_the_units_box() -> None:
+    text = UNIT.with_name("duplexbox-websocket.service").read_text()
+    assert f"\nLimitNICE={NICENESS}\n" in text
+    socket = ControlConfig().socket
+    assert f"appliance websocket --socket {socket} --listen 127.0.0.1:8998\n" in text
+    for line in ("User=duplexbox", "Group=duplexbox", "Requires=duplexbox.service"):
+        assert f"\n{line}\n" in text
+
+
 @pytest.mark.skipif(
     shutil.which("systemd-analyze") is None,
     reason="needs systemd-analyze: apt-get install systemd",
 )
-@pytest.mark.parametrize("name", ["duplexbox.service", "duplexbox@.service"])
+@pytest.mark.parametrize(
+    "name", ["duplexbox.service", "duplexbox@.service", "duplexbox-websocket.service"]
+)
 def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path, name: str) -> None:
     program = tmp_path / "duplexbox"
     program.write_text("#!/bin/sh\n")
@@ -208,6 +220,10 @@ def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path, name: str) ->
     )
     assert str(program) in text
     unit.write_text(text)
+    if name == "duplexbox-websocket.service":  # it requires the box's, which is not installed here
+        box = (UNIT.parent / "duplexbox.service").read_text()
+        box = box.replace("/opt/duplexbox/venv/bin/duplexbox", str(program))
+        (tmp_path / "duplexbox.service").write_text(box)
     ran = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)],
         capture_output=True,
