@@ -145,7 +145,6 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int) ->
     from appliance.lines.sip_records import LOST, Records
     from appliance.lines.sip_server import SipServer
     from appliance.lines.sip_stack import StackError
-    from appliance.lines.transcript import PiecesError
 
     stack = BaresipStack(config)
     health = Health(config.health, also=stack.show_room)
@@ -165,15 +164,12 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int) ->
         )
     except (OSError, sqlite3.Error) as err:
         return _fail(f"[sip] records = {config.records}: {err}", EXIT_CONFIG)
-    except PiecesError as err:
-        return _fail(str(err), 2)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: server.stop(within_ns=drain_s * NS_PER_S))
     _ask_for_niceness()
     try:
         await health.start()
-        logger.info("taking calls at %s for %s", config.listen, _names(config))
         trouble = await server.run()
     except StackError as err:
         return _fail(str(err), EXIT_CONFIG)
@@ -214,10 +210,6 @@ def _hook(program: Path | None) -> "Hook | None":
         task.add_done_callback(running.discard)
 
     return hook
-
-
-def _names(config: SipConfig) -> str:
-    return ", ".join(account.user for account in config.accounts)
 
 
 def _ask_for_niceness() -> None:

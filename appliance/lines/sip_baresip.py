@@ -16,6 +16,7 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,16 +34,20 @@ logger = logging.getLogger(__name__)
 AGAIN_S = (2, 5, 15, 30, 60)
 """After so long a refused registration is tried again, the last for ever."""
 
-READ_BYTES = 65_536
+READ_BYTES = 16_384
 SAMPLE_BYTES = 2
+NOBODY = IPv4Network("255.255.255.255/32")
+NOTHING = np.zeros(0, np.int16)
 
 
 class BaresipMedia:
     """One call's audio."""
 
     def __init__(self, call: Call) -> None:
+        self.in_hz = 0
         self._audio = call.audio
-        self._channels = (1, 1)
+        self._channels = (0, 0)
+        """In and out; 0: to be asked."""
 
     def format(self) -> Format | None:
         try:
@@ -51,15 +56,18 @@ class BaresipMedia:
             return None
         if not info.tx_ready or not info.rx_ready:
             return None
+        self.in_hz = info.rx_sample_rate
         self._channels = (info.rx_channels, info.tx_channels)
-        queued = info.tx_buffered // (SAMPLE_BYTES * info.tx_channels)
-        return Format(info.rx_sample_rate, info.tx_sample_rate, queued)
+        return Format(info.tx_sample_rate, info.tx_buffered // (SAMPLE_BYTES * info.tx_channels))
 
     def read(self) -> NDArray[np.int16]:
+        if not self._channels[0] and self.format() is None:
+            return NOTHING
         try:
             raw = self._audio.read(READ_BYTES)
         except (baresip.AudioNotActive, baresip.AudioRestarted):
-            raw = b""
+            self._channels = (0, 0)  # what comes next may be of another rate
+            return NOTHING
         pcm = np.frombuffer(raw, np.int16)
         channels = self._channels[0]
         if channels > 1:
@@ -68,6 +76,8 @@ class BaresipMedia:
 
     def write(self, pcm: NDArray[np.int16]) -> int:
         channels = self._channels[1]
+        if not channels:
+            return 0
         data = pcm if channels == 1 else np.repeat(pcm, channels)
         try:
             taken: int = self._audio.write(data.tobytes())
@@ -102,11 +112,16 @@ class BaresipStack:
         self._runtime.subscribe(self._on_event)
         try:
             await self._runtime.start(_settings(config))
-            self._filter()
+            # A call that came before we listen to its account would ring for ever.
+            self._filter(closed=True)
+            agents = []
             for account, theirs in accounts:
                 agent = await UserAgent.create(self._runtime, theirs, transfer_policy="reject")
                 self._agents[agent.handle] = account
                 agent.on_incoming(self._on_incoming)
+                agents.append((account, agent))
+            self._filter()
+            for account, agent in agents:
                 if account.register:
                     self._do(self._register(account, agent))
         except (baresip.BaresipError, OSError) as err:
@@ -223,10 +238,10 @@ class BaresipStack:
                 )
             await asyncio.sleep(after_s)
 
-    def _filter(self) -> None:
-        """Tell the kernel who may send us anything. Raises `OSError`."""
+    def _filter(self, *, closed: bool = False) -> None:
+        """Tell the kernel who may send us anything; closed: nobody. Raises `OSError`."""
         address, port = endpoint("listen", self._config.listen)
-        networks = self._config.networks
+        networks = (NOBODY,) if closed else self._config.networks
         with sip_filter.own_sockets(str(address), port) as sockets:
             if not sockets:
                 raise OSError(f"nothing of ours is bound to {self._config.listen}")

@@ -10,32 +10,26 @@ queue of wishes, `wants`, that the shell carries out. Does not know SIP, other c
 
 In: what the stack has is read every `READ_NS`, brought to the model's rate and put into
 `receive`, which gives one frame for every tick, handed in `LEAD_NS` before it; on hold the model
-hears silence and the clock goes on. Out: a frame is handed to the stack at a phase of its tick
-(`web_pace`), where `transmit` says how much may wait; a frame that came in time and was handed
-over after the sender had run dry is receipted as late, one that nobody can hear as discarded.
+hears silence and the clock goes on. Out: `sip_speak`.
 """
 
 import enum
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from appliance import control
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
-from appliance.frame_ring import ChannelError, DownlinkHeader, Outcome, Receipt, UplinkHeader
-from appliance.lines.playout import Played, Playout
+from appliance.frame_ring import ChannelError, DownlinkHeader, Outcome, UplinkHeader
 from appliance.lines.receive import ReceiveBuffer
 from appliance.lines.sip_config import SipAccount
 from appliance.lines.sip_figures import Figures, Took
+from appliance.lines.sip_speak import Speaking
 from appliance.lines.sip_stack import Incoming, Media
-from appliance.lines.stretch import Stretcher
-from appliance.lines.transcript import PieceText
-from appliance.lines.transmit import Lead
-from appliance.lines.web_pace import Phase, TickTimes
+from appliance.lines.speex import Stretches, stretcher
+from appliance.lines.web_pace import TickTimes
 
 LEAD_NS = 20 * NS_PER_MS
 """How long before a tick its frame is handed in: what this process may be late by, and what it
@@ -97,14 +91,6 @@ class Limits:
     hold_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """One frame of the model in hand."""
-
-    header: DownlinkHeader
-    pcm: NDArray[np.float32]
-
-
 class PhoneCall:
     """One caller. `advance` does whatever is due; everything takes the time as an argument."""
 
@@ -116,7 +102,6 @@ class PhoneCall:
         limits: Limits,
         media: Media,
         welcome: control.Welcome,
-        pieces: Sequence[str],
         times: TickTimes,
         now_ns: int,
         line: str = "sip",
@@ -149,17 +134,11 @@ class PhoneCall:
         self._samples = welcome.samples_per_frame
         self._rate_hz = welcome.sample_rate_hz
         self._receive = ReceiveBuffer(self._samples, self._rate_hz, seed=number)
-        self._in: tuple[int, Stretcher] | None = None
-        self._out: tuple[int, Stretcher] | None = None
-        """Rates of the call's audio, and what brings it to and from the model's."""
-        self._lead = Lead(limits.lead_ns)
+        self._in: tuple[int, Stretches] | None = None
+        """Rate of the call's audio, and what brings it to the model's."""
         self._times = times
-        self._phase: Phase | None = None
-        self._text = PieceText(pieces, welcome.silent_ids)
         self._channel: Channel | None = None
-        self._playout: Playout[_Reply] | None = None
-        self._receipts: deque[Receipt] = deque()
-        self._outcomes = dict.fromkeys(Outcome, 0)
+        self._speaking: Speaking | None = None
         self._tick = 0
         """The tick whose frame is handed in next."""
         self._sent = 0
@@ -174,7 +153,8 @@ class PhoneCall:
         self._heard_ns = now_ns
         self._held_since_ns: int | None = None
         self._held_ns = 0
-        self._unsent_samples = 0
+        self._look_ns = 0
+        """When the downlink is looked at next."""
         self._took = Took()
         self._to_box: list[control.ToBox] = []
 
@@ -211,6 +191,8 @@ class PhoneCall:
 
     def held(self, is_held: bool, now_ns: int) -> None:
         """The caller put us on hold, or took us back."""
+        if self._speaking is not None:
+            self._speaking.is_held = is_held
         if is_held and self._held_since_ns is None:
             self._held_since_ns = now_ns
         elif not is_held and self._held_since_ns is not None:
@@ -235,7 +217,6 @@ class PhoneCall:
         self.session = message.session
         period_ns = self._grid.period_ns
         self._grid = TickGrid(t0_ns, period_ns)
-        self._playout = Playout(message.session, message.generation, period_ns, period_ns)
         if self.state is not State.JOINING:  # the caller has gone meanwhile
             self._to_box.append(control.Leave(message.session, "hung up"))
             self._until_ns = now_ns + SETTLE_NS
@@ -250,6 +231,17 @@ class PhoneCall:
         except ChannelError as err:
             self.hang_up(str(err), now_ns)
             return
+        self._speaking = Speaking(
+            message.session,
+            message.generation,
+            self._grid,
+            self._rate_hz,
+            self._channel,
+            self._media,
+            self._limits.lead_ns,
+            self._times,
+            self._took,
+        )
         self.wants.append(Want(Verb.ANSWER))
 
     def refused(self, message: control.Refused, now_ns: int) -> None:
@@ -278,21 +270,22 @@ class PhoneCall:
         elif self.state is State.TALKING:
             self._read(now_ns)
             self._hand_in(now_ns)
-            self._collect(now_ns)
-            self._send_due(now_ns)
+            self._listen(now_ns)
             self._watch(now_ns)
         elif self.state is State.LEAVING:
-            if self._channel is not None:
-                self._collect(now_ns)
+            if self._speaking is not None:
+                self._speaking.collect(now_ns)
+                self._speaking.settle()
             if now_ns >= self._until_ns:
                 self._over(now_ns)
-        self._settle()
         said, self._to_box = self._to_box, []
         return said
 
     def figures(self) -> Figures:
         """How it is going, or went."""
-        counts = self._receive.counts
+        counts, speaking = self._receive.counts, self._speaking
+        outcomes = {} if speaking is None else speaking.outcomes
+        phase = None if speaking is None else speaking.phase
         per_s = self._rate_hz / 1000
         return Figures(
             number=self.number,
@@ -313,12 +306,12 @@ class PhoneCall:
             stretch_ppm=round(self._receive.ppm, 1),
             overslept=self._overslept,
             paid_back=self._paid_back,
-            delivered=self._outcomes[Outcome.DELIVERED],
-            late=self._outcomes[Outcome.LATE],
-            filled=self._outcomes[Outcome.FILLED],
-            discarded=self._outcomes[Outcome.DISCARDED],
-            underruns=self._lead.underruns,
-            phase_moved=0 if self._phase is None else self._phase.moved,
+            delivered=outcomes.get(Outcome.DELIVERED, 0),
+            late=outcomes.get(Outcome.LATE, 0),
+            filled=outcomes.get(Outcome.FILLED, 0),
+            discarded=outcomes.get(Outcome.DISCARDED, 0),
+            underruns=0 if speaking is None else speaking.lead.underruns,
+            phase_moved=0 if phase is None else phase.moved,
             held_ms=self._held_ns // NS_PER_MS,
             **self._took.parts(),
         )
@@ -352,14 +345,12 @@ class PhoneCall:
             return
         self._read_ns = (now_ns // READ_NS + 1) * READ_NS
         pcm = self._media.read()
-        if not pcm.size:
-            return
-        form = self._media.format()
-        if form is None:
+        rate_hz = self._media.in_hz
+        if not pcm.size or not rate_hz:
             return
         self._heard_ns = now_ns
-        if self._in is None or self._in[0] != form.in_hz:
-            self._in = (form.in_hz, _filled(Stretcher(form.in_hz, self._rate_hz), form.in_hz))
+        if self._in is None or self._in[0] != rate_hz:
+            self._in = (rate_hz, stretcher(rate_hz, self._rate_hz))
         audio = pcm.astype(np.float32) / np.float32(32_768)
         self._arrived_ns = now_ns
         self._receive.push(self._in[1].push(audio, self._receive.ppm), now_ns, self._take_ns)
@@ -398,76 +389,22 @@ class PhoneCall:
 
     # --- out
 
-    def _collect(self, now_ns: int) -> None:
-        """Take what the model made."""
-        channel, playout = self._channel, self._playout
-        assert channel is not None
-        assert playout is not None
-        while channel.downlink.waiting:
-            pcm = np.empty(self._samples, np.float32)
-            header = channel.downlink.get(pcm)
-            if header is None:
-                return
-            ours = header.session == playout.session
-            if ours:
-                start_ns = self._grid.start_ns(header.tick)
-                self._times.saw(header.made_ns - start_ns)
-                self._took.tick_to_made.append(header.made_ns - start_ns)
+    def _listen(self, now_ns: int) -> None:
+        """What the model says, to the caller when its time has come."""
+        speaking = self._speaking
+        assert speaking is not None
+        if now_ns >= self._look_ns:
+            for header in speaking.collect(now_ns):
                 self._notice_backlog(header)
-                if playout.first_ns is None:
-                    # On the box's grid, wherever the first frame happened to arrive.
-                    self._phase = Phase(self._grid.period_ns, self._times.expected_ns, False)
-                    playout.buffer_ns = start_ns + self._phase.phase_ns - now_ns
-            receipt = playout.arrive(header, _Reply(header, pcm), now_ns)
-            if receipt is not None:
-                self._owe(receipt)
-
-    def _send_due(self, now_ns: int) -> None:
-        playout, phase = self._playout, self._phase
-        assert playout is not None
-        while (due_ns := playout.next_due_ns) is not None and due_ns <= now_ns:
-            if playout.next_arrived_ns is None and phase is not None:
-                # Not in hand: the sender still has something, so wait if that is what it takes.
-                shift_ns = phase.miss(now_ns - due_ns + NS_PER_MS)
-                if shift_ns > 0:
-                    playout.postpone(shift_ns)
-                    continue
-            played, receipts = playout.due(due_ns)
-            heard = [self._send(frame, now_ns) for frame in played]
-            for receipt in receipts:
-                outcome = (
-                    heard.pop(0) if receipt.outcome != Outcome.DISCARDED else Outcome.DISCARDED
-                )
-                self._owe(receipt._replace(outcome=outcome))
-
-    def _send(self, frame: Played[_Reply], now_ns: int) -> Outcome:
-        """Hand one frame to the sender, or silence in its place; what became of it."""
-        reply = frame.frame
-        form = self._media.format()
-        if form is None or self._held_since_ns is not None:
-            self._lead.restart()
-            return Outcome.DISCARDED if reply is not None else frame.outcome
-        if self._out is None or self._out[0] != form.out_hz:
-            self._out = (form.out_hz, _filled(Stretcher(self._rate_hz, form.out_hz), self._rate_hz))
-        queued_ns = form.queued_samples * NS_PER_S // form.out_hz
-        plan = self._lead.hand_over(queued_ns)
-        pcm = np.zeros(self._samples, np.float32) if reply is None else reply.pcm
-        audio = self._out[1].push(np.nan_to_num(pcm), plan.ppm)
-        if plan.drop_ns:
-            audio = audio[: audio.size - plan.drop_ns * form.out_hz // NS_PER_S]
-        whole = np.clip(np.rint(audio * 32_768), -32_768, 32_767).astype(np.int16)
-        if plan.pad_ns:
-            pad = np.zeros(plan.pad_ns * form.out_hz // NS_PER_S, np.int16)
-            whole = np.concatenate([pad, whole])
-        self._unsent_samples += whole.size - self._media.write(whole)
-        if reply is None:
-            return frame.outcome
-        self._took.made_to_queued.append(now_ns - reply.header.made_ns)
-        self._took.queued.append(queued_ns + plan.pad_ns)
-        if (meant := self._meant.get(reply.header.heard)) is not None:
-            self._took.arrived_to_queued.append(now_ns - meant[1])
-        self._text.hear(reply.header.text)
-        return Outcome.LATE if plan.is_late else frame.outcome
+                # The next one cannot be there before its tick has begun.
+                self._look_ns = self._grid.start_ns(header.tick + 1)
+        due_ns = speaking.next_ns
+        if due_ns is None or now_ns < due_ns:
+            return
+        for header, _ in speaking.send(now_ns):
+            if (meant := self._meant.get(header.heard)) is not None:
+                self._took.arrived_to_queued.append(now_ns - meant[1])
+        speaking.settle()
 
     # --- how it ends
 
@@ -490,9 +427,8 @@ class PhoneCall:
             self.state = State.LEAVING
             self._until_ns = now_ns + SETTLE_NS
             self._to_box.append(control.Leave(self.session, self.why[:200]))
-            assert self._playout is not None
-            for receipt in self._playout.hang_up(now_ns):
-                self._owe(receipt)
+            if self._speaking is not None:
+                self._speaking.hang_up(now_ns)
         elif self.state is State.JOINING and not self._asked:
             self._over(now_ns)
         elif self.state is State.JOINING:
@@ -511,32 +447,12 @@ class PhoneCall:
         if self.state is State.OVER:
             return
         self.held(False, now_ns)
+        if self._speaking is not None:
+            self._speaking.collect(now_ns)
+            self._speaking.hang_up(now_ns)
+            self._speaking.settle()
         if self._channel is not None:
-            self._collect(now_ns)
-            if self._playout is not None:
-                for receipt in self._playout.hang_up(now_ns):
-                    self._owe(receipt)
-            self._settle()
             self._channel.close()
             self._channel = None
         self.state = State.OVER
         self.ended_ns = now_ns
-
-    def _owe(self, receipt: Receipt) -> None:
-        self._outcomes[Outcome(receipt.outcome)] += 1
-        self._receipts.append(receipt)
-
-    def _settle(self) -> None:
-        """Hand in the receipts the ring has room for; the rest waits, none is dropped."""
-        while (
-            self._receipts
-            and self._channel is not None
-            and self._channel.receipts.put(self._receipts[0])
-        ):
-            self._receipts.popleft()
-
-
-def _filled(stretch: Stretcher, rate_hz: int) -> Stretcher:
-    """With silence in its filter, so that the first audio gives as much as any that follows."""
-    stretch.push(np.zeros(rate_hz // 10, np.float32), 0.0)
-    return stretch

@@ -24,7 +24,6 @@ from appliance.lines.sip_call import Limits, PhoneCall, Verb
 from appliance.lines.sip_config import SipAccount, SipConfig
 from appliance.lines.sip_records import Records, Row
 from appliance.lines.sip_stack import Event, Incoming, Stack
-from appliance.lines.transcript import PiecesError, read_pieces
 from appliance.lines.web_pace import TickTimes
 from appliance.log import Seldom
 
@@ -69,7 +68,7 @@ class SipServer:
     ) -> None:
         """socket: of the box, or a folder of several. boxes: connected; closed by the server.
 
-        line: what boxes are told the line is. Raises `PiecesError`.
+        line: what boxes are told the line is.
         """
         self._config = config
         self._socket = socket
@@ -101,6 +100,7 @@ class SipServer:
     async def run(self) -> str:
         """Take calls until `stop` has been called and the last one is over; why it ended if not."""
         await self._stack.start(self._hear)
+        logger.info("taking calls at %s for %s", self._config.listen, ", ".join(self._accounts))
         watching = asyncio.create_task(self._watch())
         try:
             while not self._has_stopped() and not self._trouble:
@@ -191,7 +191,6 @@ class SipServer:
             self._limits,
             self._stack.media(event.leg),
             self._welcome,
-            self._pieces,
             self._times,
             now_ns,
             self._line,
@@ -283,7 +282,6 @@ class SipServer:
     # --- the box
 
     def _use(self, boxes: Boxes) -> None:
-        self._pieces = read_pieces(boxes.welcome.pieces)
         self._boxes = boxes
         self._welcome = boxes.welcome
         self._times = TickTimes(boxes.welcome.period_ns)
@@ -325,7 +323,7 @@ class SipServer:
                     self._times.forecast_ns = self._report.forecast_ns
             except control.BoxGone:
                 self._report = None
-            except (control.ControlError, PiecesError) as err:
+            except control.ControlError as err:
                 logger.warning("a box was found that cannot be used: %s", err)
             self._tell_room()
             await asyncio.sleep(SEEK_S)

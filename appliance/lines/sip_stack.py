@@ -91,9 +91,8 @@ Event = Incoming | Established | Closed | Digit | Held | TransferEnded | Registr
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a call's audio is right now."""
+    """How a call's sender is right now."""
 
-    in_hz: int
     out_hz: int
     queued_samples: int
     """Given to `write` and not sent yet."""
@@ -102,11 +101,14 @@ class Format:
 class Media(Protocol):
     """One call's audio: mono, 16 bits. Nothing here waits."""
 
+    in_hz: int
+    """Rate of what `read` gave last; 0 before there was anything."""
+
     def format(self) -> Format | None:
         """None while there is no audio: before it begins, while it is negotiated anew, after."""
 
     def read(self) -> NDArray[np.int16]:
-        """What has come since the last time, at `Format.in_hz`; empty if nothing has."""
+        """What has come since the last time, at `in_hz`; empty if nothing has."""
 
     def write(self, pcm: NDArray[np.int16]) -> int:
         """Queue samples at `Format.out_hz`; how many were taken."""

@@ -73,7 +73,6 @@ def line(folder: Path, box: Path, extra: str = "", account: str = "") -> Iterato
     running = Line(folder, box, extra, account)
     try:
         running.wait("taking calls")
-        running.wait("runtime started")
         yield running
     finally:
         code = running.stop()
@@ -90,16 +89,16 @@ def speech(seconds: float) -> NDArray[np.int16]:
 
 
 def snr_db(said: NDArray[np.int16], heard: NDArray[np.int16]) -> float:
-    """Of the best 400 ms: how much louder what was said is in what was heard than the rest.
+    """Of the best 250 ms: how much louder what was said is in what was heard than the rest.
 
     Delays of parts of a sample and colouring are forgiven: both are compared through the linear
     filter of 49 taps that fits best. The best, because a busy machine is not what is tested.
     """
-    return max(_snr_db(said, heard, at) for at in range(RATE_HZ // 2, said.size - 8_000, 1_600))
+    return max(_snr_db(said, heard, at) for at in range(RATE_HZ // 2, said.size - 8_000, 800))
 
 
 def _snr_db(said: NDArray[np.int16], heard: NDArray[np.int16], start: int) -> float:
-    end = start + 3_200
+    end = start + 2_000
     middle = said[start:end].astype(np.float64)
     where = heard[start : end + 6_000].astype(np.float64)
     at = int(np.argmax(np.correlate(where, middle, "valid")))

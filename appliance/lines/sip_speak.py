@@ -1,0 +1,179 @@
+"""What a telephone caller hears of the model: which frame when, and its receipt.
+
+Decides when a frame is handed to the stack, and what its receipt says. `playout` keeps the
+timeline and `web_pace` its phase; `transmit` says how much may wait in the sender. A frame that
+was made in time but handed over after the sender had run dry is receipted as late: the caller has
+heard a gap before it. While the caller has us on hold, frames are discarded: nobody hears them.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from appliance.channel import Channel
+from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
+from appliance.frame_ring import DownlinkHeader, Outcome, Receipt
+from appliance.lines.playout import Played, Playout
+from appliance.lines.sip_figures import Took
+from appliance.lines.sip_stack import Media
+from appliance.lines.speex import Stretches, stretcher
+from appliance.lines.transmit import Lead
+from appliance.lines.web_pace import Phase, TickTimes
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """One frame of the model in hand."""
+
+    header: DownlinkHeader
+    pcm: NDArray[np.float32]
+
+
+class Speaking:
+    """One call's way out. Everything takes the time as an argument."""
+
+    def __init__(
+        self,
+        session: int,
+        generation: int,
+        grid: TickGrid,
+        rate_hz: int,
+        channel: Channel,
+        media: Media,
+        lead_ns: int,
+        times: TickTimes,
+        took: Took,
+    ) -> None:
+        """times: what ticks took, shared by all calls of a box. took: to be added to."""
+        self.phase: Phase | None = None
+        self.lead = Lead(lead_ns)
+        self.outcomes = dict.fromkeys(Outcome, 0)
+        self.lost_samples = 0
+        """That the stack had no room for, at the rate of the call's audio."""
+        self.is_held = False
+        self._grid = grid
+        self._rate_hz = rate_hz
+        self._channel = channel
+        self._media = media
+        self._times = times
+        self._took = took
+        self._playout: Playout[_Reply] = Playout(
+            session, generation, grid.period_ns, grid.period_ns
+        )
+        self._receipts: deque[Receipt] = deque()
+        self._out: tuple[int, Stretches] | None = None
+        """Rate of the call's audio, and what brings the model's to it."""
+        self._silence = np.zeros(channel.samples, np.float32)
+
+    @property
+    def next_ns(self) -> int | None:
+        """When a frame is due; None if none is known to come."""
+        return self._playout.next_due_ns
+
+    @property
+    def is_waiting(self) -> bool:
+        """The frame that is due next is not in hand."""
+        return self._playout.next_arrived_ns is None
+
+    def collect(self, now_ns: int) -> list[DownlinkHeader]:
+        """Take what the model made; the headers of this session's frames."""
+        ring, playout = self._channel.downlink, self._playout
+        taken: list[DownlinkHeader] = []
+        while ring.waiting:
+            pcm = np.empty(self._channel.samples, np.float32)
+            header = ring.get(pcm)
+            if header is None:
+                break
+            if header.session == playout.session:
+                taken.append(header)
+                start_ns = self._grid.start_ns(header.tick)
+                self._times.saw(header.made_ns - start_ns)
+                self._took.tick_to_made.append(header.made_ns - start_ns)
+                if playout.first_ns is None:
+                    # On the box's grid, wherever the first frame happened to arrive.
+                    self.phase = Phase(self._grid.period_ns, self._times.expected_ns, False)
+                    playout.buffer_ns = start_ns + self.phase.phase_ns - now_ns
+            receipt = playout.arrive(header, _Reply(header, pcm), now_ns)
+            if receipt is not None:
+                self._owe(receipt)
+        return taken
+
+    def send(self, now_ns: int) -> list[tuple[DownlinkHeader, int]]:
+        """Hand over what is due; the headers of the model's frames, and how much waited before."""
+        playout, sent = self._playout, []
+        while (due_ns := playout.next_due_ns) is not None and due_ns <= now_ns:
+            if playout.next_arrived_ns is None and self.phase is not None:
+                # Not in hand: the sender still has something, so wait if that is what it takes.
+                shift_ns = self.phase.miss(now_ns - due_ns + NS_PER_MS)
+                if shift_ns > 0:
+                    playout.postpone(shift_ns)
+                    continue
+            played, receipts = playout.due(due_ns)
+            heard = [self._hand_over(frame, now_ns) for frame in played]
+            for frame, (_, waited_ns) in zip(played, heard, strict=True):
+                if frame.frame is not None and waited_ns >= 0:
+                    sent.append((frame.frame.header, waited_ns))
+            for receipt in receipts:
+                if receipt.outcome != Outcome.DISCARDED:
+                    receipt = receipt._replace(outcome=heard.pop(0)[0])
+                self._owe(receipt)
+        return sent
+
+    def hang_up(self, now_ns: int) -> None:
+        """Nothing more is heard."""
+        for receipt in self._playout.hang_up(now_ns):
+            self._owe(receipt)
+
+    def settle(self) -> None:
+        """Hand in the receipts the ring has room for; the rest waits, none is dropped."""
+        while self._receipts and self._channel.receipts.put(self._receipts[0]):
+            self._receipts.popleft()
+
+    def _hand_over(self, frame: Played[_Reply], now_ns: int) -> tuple[Outcome, int]:
+        """One frame, or silence in its place: what became of it, what waited (-1: not sent)."""
+        reply = frame.frame
+        form = self._media.format()
+        if form is None or self.is_held:
+            self.lead.restart()
+            return (frame.outcome if reply is None else Outcome.DISCARDED), -1
+        rate_hz = form.out_hz
+        if self._out is None or self._out[0] != rate_hz:
+            self._out = (rate_hz, stretcher(self._rate_hz, rate_hz))
+        queued_ns = form.queued_samples * NS_PER_S // rate_hz
+        plan = self.lead.hand_over(queued_ns)
+        audio = self._out[1].push(self._silence if reply is None else _finite(reply.pcm), plan.ppm)
+        if plan.drop_ns:
+            audio = audio[: max(0, audio.size - plan.drop_ns * rate_hz // NS_PER_S)]
+        whole = _sixteen_bits(audio)
+        if plan.pad_ns:
+            pad = np.zeros(plan.pad_ns * rate_hz // NS_PER_S, np.int16)
+            whole = np.concatenate([pad, whole])
+        self.lost_samples += whole.size - self._media.write(whole)
+        if reply is None:
+            return frame.outcome, -1
+        self._took.made_to_queued.append(now_ns - reply.header.made_ns)
+        waited_ns = queued_ns + plan.pad_ns
+        self._took.queued.append(waited_ns)
+        return (Outcome.LATE if plan.is_late else frame.outcome), waited_ns
+
+    def _owe(self, receipt: Receipt) -> None:
+        self.outcomes[Outcome(receipt.outcome)] += 1
+        self._receipts.append(receipt)
+
+
+def _finite(pcm: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What is no number becomes silence; a model can go wrong."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(pcm @ pcm):
+            return pcm
+    return np.nan_to_num(pcm, nan=0.0, posinf=1.0, neginf=-1.0)
+
+
+def _sixteen_bits(audio: NDArray[np.float32]) -> NDArray[np.int16]:
+    scaled = audio * np.float32(32_767)
+    np.rint(scaled, out=scaled)
+    np.minimum(scaled, np.float32(32_767), out=scaled)
+    np.maximum(scaled, np.float32(-32_768), out=scaled)
+    return scaled.astype(np.int16)
