@@ -121,6 +121,8 @@ class Sim:
         """The newest frames that the box heard."""
         self.concealed = 0
         self.made = 0
+        self.missed: set[int] = set()
+        """Ticks that the box does not run."""
         self.asleep_until_ns = 0
         """The line's process does nothing before that."""
         self._made_ns = made_ns
@@ -196,6 +198,8 @@ class Sim:
     def _step(self) -> None:
         tick, start_ns = self._tick, self.now_ns
         self._tick += 1
+        if tick in self.missed:
+            return
         pcm = np.zeros(SAMPLES, np.float32)
         header = self.channel.uplink.get(pcm)
         self._live |= header is not None

@@ -247,16 +247,15 @@ class LocalCall:
         while self.state is State.TALKING and self.take_ns <= now_ns:
             tick, start_ns = self._tick, self._grid.start_ns(self._tick)
             self._tick += 1
-            # The last frame is handed in whenever it can be: it ends the call.
+            pcm, arrived_ns = self._frame(start_ns)
+            # The last frame is handed in whenever it can be: it ends the call. What belongs to a
+            # tick that is left out is left out too, or it would be lag from then on.
             if now_ns >= start_ns and not self._hanging_up:
                 self._counts["overslept"] += 1
-                continue
-            if self._behind >= PAY_BACK_TICKS and not self._hanging_up:
+            elif self._behind >= PAY_BACK_TICKS and not self._hanging_up:
                 self._behind = 0
                 self._counts["paid_back"] += 1
-                continue
-            pcm, arrived_ns = self._frame(start_ns)
-            if pcm is not None or self._hanging_up:
+            elif pcm is not None or self._hanging_up:
                 self._put_frame(tick, self._silence if pcm is None else pcm, arrived_ns, now_ns)
 
     def _frame(self, start_ns: int) -> tuple[NDArray[np.float32] | None, int]:
