@@ -5,7 +5,8 @@
 The box is the real one, with an executor that echoes one frame later, as a model answers at the
 earliest; the line is the real one in a process of its own; clients send and play as
 
-    page-opus, page-pcm   our page: 20 or 10 ms at once, and its playout buffer (worklet.js)
+    page-opus, page-pcm   our page: 20 or 10 ms at once, and its playout buffer (worklet.js);
+                          page-opus needs the distribution's libopus (apt-get install libopus0)
     moshi-web             the published page: 40 ms pages, its buffer of 80 + 10 ms
     moshi-client          moshi.client: 80 ms blocks; plays what came, at its next block
 
@@ -17,9 +18,12 @@ in it (10 to 40 ms for both ways is usual), and neither are networks.
 import argparse
 import asyncio
 import contextlib
+import ctypes
+import ctypes.util
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -150,6 +154,53 @@ async def run_line(folder: Path) -> None:
 
 
 # --- clients
+
+
+class PageOpus:
+    """20 ms packets, each in an Ogg page of its own, as ogg.js writes them; sphn's are 40 ms."""
+
+    def __init__(self) -> None:
+        name = ctypes.util.find_library("opus")
+        if name is None:
+            raise SystemExit("libopus is not installed: apt-get install libopus0")
+        self._library = ctypes.CDLL(name)
+        self._library.opus_encoder_create.restype = ctypes.c_void_p
+        error = ctypes.c_int()
+        made = self._library.opus_encoder_create(RATE_HZ, 1, 2048, ctypes.byref(error))  # VOIP
+        self._encoder = ctypes.c_void_p(made)
+        self._sequence = 0
+        self._granule = 0
+
+    def append_pcm(self, pcm: NDArray[np.float32]) -> bytes:
+        head = b""
+        if not self._sequence:
+            head = self._page(b"OpusHead" + struct.pack("<BBHIhB", 1, 1, 312, RATE_HZ, 0, 0))
+            head += self._page(b"OpusTags" + struct.pack("<II", 0, 0))
+        self._granule += 2 * pcm.size
+        samples = np.ascontiguousarray(pcm, np.float32)
+        packet = ctypes.create_string_buffer(1500)
+        size = self._library.opus_encode_float(
+            self._encoder,
+            samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            ctypes.c_int(pcm.size),
+            packet,
+            ctypes.c_int(1500),
+        )
+        return head + self._page(packet.raw[:size])
+
+    def _page(self, packet: bytes) -> bytes:
+        flags = 0 if self._sequence else 2
+        lacing = bytes([255] * (len(packet) // 255) + [len(packet) % 255])
+        fields = (b"OggS", 0, flags, self._granule, 7, self._sequence, 0, len(lacing))
+        page = bytearray(struct.pack("<4sBBqIIIB", *fields) + lacing + packet)
+        crc = 0
+        for byte in page:
+            crc ^= byte << 24
+            for _ in range(8):
+                crc = ((crc << 1) ^ (0x04C11DB7 if crc & 1 << 31 else 0)) & 0xFFFFFFFF
+        struct.pack_into("<I", page, 22, crc)
+        self._sequence += 1
+        return bytes(page)
 
 
 class Player:
@@ -304,7 +355,8 @@ async def hold(url: str, kind: Kind, seconds: float, seed: int, found: Found) ->
     heard: list[NDArray[np.float32]] = []
     protocols = (kind.subprotocol,) if kind.subprotocol else ()
     async with ClientSession() as session, session.ws_connect(url, protocols=protocols) as ws:
-        out, plain = sphn.OpusStreamWriter(RATE_HZ), VOICES[PCM](RATE_HZ)
+        out = PageOpus() if kind.subprotocol == OPUS else sphn.OpusStreamWriter(RATE_HZ)
+        plain = VOICES[PCM](RATE_HZ)
         back = VOICES[kind.subprotocol](RATE_HZ)
         live = asyncio.Event()
 

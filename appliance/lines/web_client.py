@@ -157,9 +157,10 @@ class WebClient:
 
     async def hang_up(self) -> None:
         """End the call. A second time is nothing."""
+        if not self._ws.closed:
+            self.ending = self.ending or "over"
         await self._ws.close()
         await self._session.close()
-        self.ending = self.ending or "over"
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self._events()
