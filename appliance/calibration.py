@@ -57,8 +57,9 @@ def calibrate(
 ) -> None:
     """Time steps of each of `calibration_batches`, young and at full retention.
 
-    budget_ns: for all of it; shared equally, and exceeded only by `LEAST_STEPS`. The slots hold
-    nobody yet; each session's `join` cleans its slot.
+    budget_ns: for all of it; shared equally, and exceeded only by `LEAST_STEPS`. Ends early at the
+    first batch that no period has room for. The slots hold nobody yet; each session's `join` cleans
+    its slot.
     """
     ages = calibration_ages(executor)
     if executor.bundle.manifest.ticks_until_full() and len(ages) == 1:
@@ -67,19 +68,33 @@ def calibrate(
             "sessions and learns from live ones"
         )
     batches = calibration_batches(executor.slots)
-    share_ns = budget_ns // (len(batches) * len(ages))
-    for batch in batches:
-        for age in ages:
-            _seat(executor, batch, age)
-            until_ns = clock.now_ns() + share_ns
-            for step in range(KEEP_TICKS):
-                before_ns = clock.now_ns()
-                if stopping() or (before_ns >= until_ns and step >= LEAST_STEPS):
-                    break
-                executor.step(batch)
-                after_ns = clock.now_ns()
-                samples.add(batch, batch if age else 0, after_ns - before_ns)
-                clock.sleep_until(after_ns + (after_ns - before_ns) // REST)
+    kinds = [(batch, age) for batch in batches for age in ages]
+    period_ns = executor.bundle.manifest.timing.period_ns
+    end_ns = clock.now_ns() + budget_ns
+    for number, (batch, age) in enumerate(kinds):
+        _seat(executor, batch, age)
+        until_ns = clock.now_ns() + max(0, end_ns - clock.now_ns()) // (len(kinds) - number)
+        took_ns: list[int] = []
+        while len(took_ns) < KEEP_TICKS:
+            before_ns = clock.now_ns()
+            if stopping() or (before_ns >= until_ns and len(took_ns) >= LEAST_STEPS):
+                break
+            executor.step(batch)
+            after_ns = clock.now_ns()
+            took_ns.append(after_ns - before_ns)
+            if _is_hopeless(batch, took_ns, period_ns):
+                return
+            clock.sleep_until(after_ns + (after_ns - before_ns) // REST)
+        for one_ns in took_ns:
+            samples.add(batch, batch if age else 0, one_ns)
+
+
+def _is_hopeless(batch: int, took_ns: list[int], period_ns: int) -> bool:
+    """Even the shortest of some steps is longer than a period: no tick will ever be so large.
+
+    What hiccups do to such steps says nothing about those that are, so they are not counted.
+    """
+    return batch > 1 and len(took_ns) == LEAST_STEPS and min(took_ns) > period_ns
 
 
 def calibration_ages(executor: Executor) -> list[int]:
@@ -106,8 +121,8 @@ class Recalibration:
         """(batch, sum of fills, busy_ns) of all steps, for the control thread to take."""
         self._executor = executor
         self._clock = clock
-        self._ages = calibration_ages(executor)
-        self._kinds = [(b, a) for b in calibration_batches(executor.slots) for a in self._ages]
+        ages, batches = calibration_ages(executor), calibration_batches(executor.slots)
+        self._kinds = [(batch, age) for batch in batches for age in ages]
         self._found: list[tuple[int, float, int]] = []
 
     def work(self) -> None:
@@ -121,10 +136,17 @@ class Recalibration:
         before_ns = self._clock.now_ns()
         self._executor.step(batch)
         self._found.append((batch, batch if age else 0.0, self._clock.now_ns() - before_ns))
-        if len(self._found) == len(self._kinds) * RECALIBRATE_STEPS:
-            self.done, self._found, self.asked = self._found, [], False
+        mine = [busy_ns for _, _, busy_ns in self._found[kind * RECALIBRATE_STEPS :]]
+        if _is_hopeless(batch, mine, self._executor.bundle.manifest.timing.period_ns):
+            self._finish(kind * RECALIBRATE_STEPS)
+        elif len(self._found) == len(self._kinds) * RECALIBRATE_STEPS:
+            self._finish(len(self._found))
 
     def drop(self) -> None:
         """Somebody came: what was timed so far is left, and begun anew when it is asked again."""
-        self._found.clear()
+        self._found.clear()  # slots are left alone: somebody may sit in any of them by now
         self.asked = False
+
+    def _finish(self, counted: int) -> None:
+        self.done, self._found, self.asked = self._found[:counted], [], False
+        _seat(self._executor, self._executor.slots, 0)  # old ones own memory that nobody needs

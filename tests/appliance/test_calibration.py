@@ -73,6 +73,26 @@ def test_a_tiny_budget_still_gives_every_kind_its_least_steps(tmp_path: Path) ->
     assert samples.added == 8 * LEAST_STEPS
 
 
+def test_batches_no_period_has_room_for_are_left_out_and_forecast_all_the_same(
+    tmp_path: Path,
+) -> None:
+    clock, samples = FakeClock(), StepSamples()
+    executor = AgingExecutor(tmp_path, clock, 32)  # 5 + 2 n ms, 5 + 5 n at full retention
+    calibrate(executor, clock, 3000 * MS, samples, lambda: False)
+    model = samples.fit(0)
+    assert model is not None
+    # 16 young ones take 37 ms, 16 old ones 85: a step of those says nothing about any tick.
+    assert (model.largest_batch, max(executor.batches)) == (16, 16)
+    assert model.p999_ns(16, 16) >= 85 * MS * (1 - 1e-6)
+    idle = Recalibration(executor, clock)
+    idle.asked = True
+    for _ in range(10 * RECALIBRATE_STEPS):
+        idle.work()
+    assert idle.done is not None
+    assert {batch for batch, _, _ in idle.done} == {1, 2, 4, 8, 16}
+    assert max(busy_ns for _, _, busy_ns in idle.done) < PERIOD_NS
+
+
 def test_an_engine_that_cannot_age_is_timed_young(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,7 +145,9 @@ def test_steps_are_timed_again_while_nobody_is_there_and_left_when_somebody_come
     for _ in range(3):
         caller.speak()
         turn(1)
-    assert [header.frame_index for header, _ in caller.hear()] == [0, 1, 2]
+    heard = caller.hear()
+    assert [header.frame_index for header, _ in heard] == [0, 1, 2]
+    assert [value for _, value in heard] == [0, caller.value(0), caller.value(1)]
     assert loop.counts.late == 0
     loop.inbox.append(Depart(caller.session, Event.LEAVE))
     idle.asked = True
