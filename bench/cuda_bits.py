@@ -33,6 +33,9 @@ JOINS = (0, 7, 100, 260)
 BATCH_TICKS = 120
 LARGE = 32
 
+Told = tuple[int, NDArray[np.float32], NDArray[np.float32]]
+"""Text, text logits and sound of one tick."""
+
 
 def isolate(given: Bundle) -> Bundle:
     """``given`` with Attention nodes replaced by the identity of their query."""
@@ -62,13 +65,21 @@ def same_three_times(opened: Bundle) -> int:
     """Run, rerun, in full and eagerly; returns how many of the three differ from the first."""
     options = CudaOptions(batches=range(1, len(JOINS) + 1))
     executor = CudaExecutor(opened, len(JOINS), options)
-    first, again = heard(executor), heard(executor)
+    first, again, eager = heard(executor), heard(executor), eagerly(executor)
     executor.close()
+    in_full = once(opened, replace(options, on_demand=False))
+    return compared(first, again, eager, in_full)
+
+
+def compared(
+    first: list[bytes], again: list[bytes], eager: list[bytes], in_full: list[bytes]
+) -> int:
+    """Say where each parts from the first; how many do."""
     faults = 0
     for name, other in (
         ("run = rerun", again),
-        ("on demand = in full", once(opened, replace(options, on_demand=False))),
-        ("replay = eager", once(opened, replace(options, graphs=False))),
+        ("replay = eager", eager),
+        ("on demand = in full", in_full),
     ):
         apart = [tick for tick, (a, b) in enumerate(zip(first, other, strict=True)) if a != b]
         faults += bool(apart)
@@ -81,6 +92,16 @@ def once(opened: Bundle, options: CudaOptions) -> list[bytes]:
     executor = CudaExecutor(opened, len(JOINS), options)
     found = heard(executor)
     executor.close()
+    return found
+
+
+def eagerly(executor: CudaExecutor) -> list[bytes]:
+    """`heard` without graphs, by the same executor."""
+    options = executor.options
+    executor.options = replace(options, graphs=False)
+    executor.bind_eager(range(1, len(JOINS) + 1))
+    found = heard(executor)
+    executor.options = options
     return found
 
 
@@ -123,9 +144,7 @@ def run_batches(given: Bundle) -> int:
     return 0
 
 
-def told(
-    executor: CudaExecutor, batch: int
-) -> list[tuple[int, NDArray[np.float32], NDArray[np.float32]]]:
+def told(executor: CudaExecutor, batch: int) -> list[Told]:
     """Text, text logits and sound of slot 0 in every tick."""
     rng = np.random.default_rng(1)
     found = []

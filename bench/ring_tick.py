@@ -8,6 +8,7 @@
     python -m bench.ring_tick bits out/ring                    # ends with 1 if bits differ
     python -m bench.ring_tick agree out/standard out/ring      # ends with 1 if they do not agree
     python -m bench.ring_tick figures out/standard out/ring --json out/ring_tick.json
+    python -m bench.ring_tick report out/ring --json out/report.json    # all of it in three loads
 
 `bits` asks of four sessions that join one after the other, 620 ticks: run = rerun, memory on
 demand = memory in full, graph replay = eager run. Then of every attention, on what a tick left in
@@ -19,6 +20,9 @@ and 64. (A whole tick need not: the matrices around it are a library's, which ch
 device memory, which holds one library handle per session graph: 52 in a cut bundle, 4 in a whole.
 The goals beside them are those of a full tick of Moshi 7B on one H200.
 
+`report` asks the same of one bundle with as few loads as can be: bits; words, logits and times with
+kernels in the stages' place and with their graphs instead; memory of 64 sessions a minute old.
+
 Not here: the kernel alone (`bench.ring_attention`).
 """
 
@@ -26,6 +30,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +38,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import cuda_bits, random_bundle
+from bench.cuda_bits import Told
 from engines import bench, bundle, cuda
 from engines.bundle import Bundle, StageSpec
 from engines.cuda_executor import CudaExecutor, CudaOptions
@@ -43,6 +49,8 @@ GOAL_MS = {1: 7.5, 32: 20.0, 64: 32.0}
 BATCHES = (1, 7, 64)
 OLDEST = 3100
 """Ticks: the ring of 3,000 has wrapped."""
+YOUNG = 300
+"""Ticks: the other age that is timed."""
 REPEATS = 20
 TIMED_TICKS = 200
 CLOSE = 0.05
@@ -67,21 +75,28 @@ def bits(ring: Bundle) -> int:
     faults = cuda_bits.same_three_times(ring)
     most = max(BATCHES)
     executor = CudaExecutor(ring, most, CudaOptions(batches=(most,)))
+    odd = odd_attentions(executor)
+    executor.close()
+    return int(faults + odd > 0)
+
+
+def odd_attentions(executor: CudaExecutor) -> int:
+    """How many attentions answer a session differently in another batch. Needs `BATCHES` slots."""
+    most = max(BATCHES)
     for slot in range(most):
         executor.join(slot, {})
         executor.age(slot, 1 + slot * OLDEST // most)
     executor.audio_in[:] = 0.1 * np.random.default_rng(2).standard_normal(executor.audio_in.shape)
     executor.step(most)  # fills the wires
     executor.arena.map_all_due()  # what is launched below writes each session's next row
-    stages = [stage for stage in ring.manifest.stages if stage.ring]
+    stages = [stage for stage in executor.bundle.manifest.stages if stage.ring]
     odd = [stage.name for stage in stages if not depends_on_nothing_else(executor, stage)]
-    executor.close()
     print(
         f"{len(stages)} attentions of {most} sessions aged 1 to {OLDEST}, alone, in batches of "
         f"{', '.join(map(str, BATCHES))}, {REPEATS} times each: "
         + (f"differ: {', '.join(odd)}" if odd else "the same bits for every session")
     )
-    return int(faults + len(odd) > 0)
+    return len(odd)
 
 
 def depends_on_nothing_else(executor: CudaExecutor, stage: StageSpec) -> bool:
@@ -112,15 +127,20 @@ def agree(standard: Bundle, ring: Bundle) -> int:
         executor = CudaExecutor(opened, 1, CudaOptions(batches=(1,)))
         said.append(cuda_bits.told(executor, 1))
         executor.close()
+    return apart(*said)
+
+
+def apart(ours: list[Told], others: list[Told]) -> int:
+    """Say how long two runs use the same words, and how far logits are apart until then."""
     furthest, same = 0.0, 0
-    for mine, theirs in zip(*said, strict=True):
+    for mine, theirs in zip(ours, others, strict=True):
         distance = float(np.abs(mine[1] - theirs[1]).max() / np.abs(theirs[1]).max())
         furthest = max(furthest, distance)
         if mine[0] != theirs[0]:
             break
         same += 1
     print(
-        f"same words for {same} of {len(said[0])} ticks; text logits at most {furthest:.2%} of the "
+        f"same words for {same} of {len(ours)} ticks; text logits at most {furthest:.2%} of the "
         f"largest apart until then (allowed {CLOSE:.0%})"
     )
     return int(not furthest <= CLOSE)  # a NaN is not
@@ -131,29 +151,94 @@ def figures(opened: Iterable[Bundle], fill: int, batches: Sequence[int]) -> list
     rows: list[dict[str, object]] = []
     for given in opened:
         executor = CudaExecutor(given, max(batches), CudaOptions(batches=batches))
-        for batch in batches:
-            timings = bench.measure(executor, batch, TIMED_TICKS, fill)
-            tick = next(timing for timing in timings if timing.name == "tick")
-            parts = _parts(timings)
-            use = executor.memory()
-            goal = f" (goal {GOAL_MS[batch]})" if batch in GOAL_MS else ""
-            print(
-                f"{given.path.name:<10}{batch:>4} x {fill}: tick p50 {tick.p50_us / 1e3:.2f}, "
-                f"p99 {tick.p99_us / 1e3:.2f} ms{goal}; "
-                + ", ".join(f"{name} {us / 1e3:.2f}" for name, us in parts.items())
-                + f"; {executor.nodes(batch):,} nodes, {use.device_used / 1e9:.1f} GB"
-            )
-            rows.append(
-                {
-                    "bundle": given.path.name,
-                    "parts_us": parts,
-                    "nodes": executor.nodes(batch),
-                    "memory": asdict(use),
-                    "timings": [asdict(timing) for timing in timings],
-                }
-            )
+        rows += timed(executor, given.path.name, fill, batches)
         executor.close()
     return rows
+
+
+def timed(
+    executor: CudaExecutor, name: str, fill: int, batches: Sequence[int], ticks: int = TIMED_TICKS
+) -> list[dict[str, object]]:
+    """Time one executor's ticks; rows for a file."""
+    rows: list[dict[str, object]] = []
+    for batch in batches:
+        timings = bench.measure(executor, batch, ticks, fill)
+        tick = next(timing for timing in timings if timing.name == "tick")
+        parts = _parts(timings)
+        use = executor.memory()
+        goal = f" (goal {GOAL_MS[batch]})" if batch in GOAL_MS else ""
+        print(
+            f"{name:<10}{batch:>4} x {fill}: tick p50 {tick.p50_us / 1e3:.2f}, p99 "
+            f"{tick.p99_us / 1e3:.2f}, p99.9 {tick.p999_us / 1e3:.2f}, max {tick.max_us / 1e3:.2f} "
+            f"ms{goal}; "
+            + ", ".join(f"{part} {us / 1e3:.2f}" for part, us in parts.items())
+            + f"; {executor.nodes(batch):,} nodes, {use.device_used / 1e9:.1f} GB",
+            flush=True,
+        )
+        rows.append(
+            {
+                "bundle": name,
+                "parts_us": parts,
+                "nodes": executor.nodes(batch),
+                "memory": asdict(use),
+                "timings": [asdict(timing) for timing in timings],
+            }
+        )
+    return rows
+
+
+def report(ring: Bundle, fill: int, batches: Sequence[int], ticks: int) -> dict[str, object]:
+    """Everything about one bundle; see the module's text. "faults" says how much failed."""
+    few = range(1, len(cuda_bits.JOINS) + 1)
+    slots = max(*batches, *BATCHES)
+    began = time.perf_counter()  # noqa: TID251  (a measurement)
+    executor = CudaExecutor(ring, slots, CudaOptions(batches=sorted({*few, *batches, *BATCHES})))
+    loaded_s = time.perf_counter() - began  # noqa: TID251
+    print(f"{slots} slots loaded in {loaded_s:.1f} s, {executor.memory()}", flush=True)
+    rows = timed(executor, "kernels", fill, batches, ticks)
+    rows += timed(executor, "kernels", YOUNG, batches[:1], ticks)
+    first, again = cuda_bits.heard(executor), cuda_bits.heard(executor)
+    eager = cuda_bits.eagerly(executor)
+    ours = cuda_bits.told(executor, 1)
+    odd = odd_attentions(executor)
+    memory = minute_old(executor)
+    counts = asdict(executor.arena.counts)
+    executor.close()
+    in_full = cuda_bits.once(ring, CudaOptions(batches=few, on_demand=False))
+    parted = cuda_bits.compared(first, again, eager, in_full)
+    plain = CudaExecutor(ring, max(batches), CudaOptions(batches=batches, kernel_stages=False))
+    others = cuda_bits.told(plain, 1)
+    rows += timed(plain, "graphs", fill, batches, ticks)
+    plain.close()
+    far = apart(ours, others)
+    return {
+        "faults": {"bits": parted, "attentions": odd, "logits": far},
+        "loaded_s": loaded_s,
+        "minute_old": memory,
+        "pages": counts,
+        "rows": rows,
+    }
+
+
+def minute_old(executor: CudaExecutor) -> dict[str, float]:
+    """Memory of 64 sessions, or as many as there are slots, 60 s into their calls."""
+    sessions = min(64, executor.slots)
+    ticks = round(60e9 / executor.bundle.manifest.timing.period_ns)
+    executor.step(0)
+    for slot in range(sessions):
+        executor.join(slot, {})
+        executor.age(slot, ticks)
+    for _ in range(200):  # pages of those before go back a few a tick
+        executor.step(sessions)
+        if executor.arena.is_settled:
+            break
+    use = executor.memory()
+    print(
+        f"{sessions} sessions, 60 s old: {use.device_used / 1e9:.1f} GB used in all, of which "
+        f"pages of rings {use.committed / 1e9:.1f}",
+        flush=True,
+    )
+    return {"sessions": sessions, "device_used": use.device_used, "rings": use.committed}
 
 
 def _parts(timings: Iterable[bench.Timing]) -> dict[str, float]:
@@ -175,13 +260,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("link", "bits", "agree", "figures"))
+    parser.add_argument("what", choices=("link", "bits", "agree", "figures", "report"))
     parser.add_argument("bundles", type=Path, nargs="+", help="standard, then ring; or ring alone")
     parser.add_argument("--fill", type=int, default=3000, help="ticks the sessions have lived")
     parser.add_argument("--batches", type=int, nargs="+", default=sorted(GOAL_MS))
+    parser.add_argument("--ticks", type=int, default=TIMED_TICKS, help="timed, each")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    wanted = {"bits": (1,), "figures": (1, 2)}.get(args.what, (2,))
+    wanted = {"bits": (1,), "report": (1,), "figures": (1, 2)}.get(args.what, (2,))
     if len(args.bundles) not in wanted:
         parser.error(f"{args.what} takes {' or '.join(map(str, wanted))} bundles")
     if args.what == "link":
@@ -191,6 +277,12 @@ def main() -> int:
         return bits(*opened)
     if args.what == "agree":
         return agree(*opened)
+    if args.what == "report":
+        found = report(opened[0], args.fill, args.batches, args.ticks)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+        print(f"faults: {found['faults']}")
+        return int(any(dict.values(found["faults"])))  # type: ignore[arg-type]
     rows = figures(opened, args.fill, args.batches)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

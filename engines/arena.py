@@ -115,6 +115,11 @@ class Arena:
         """Addresses of both ranges."""
         return self.layout.whole_bytes + self.layout.growing_bytes
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is left to map ahead or to give back."""
+        return not self._unneeded and not self._due
+
     def age(self, slot: int) -> int | None:
         """Ticks since the session in ``slot`` began; None if there is none."""
         return self._ages[slot]

@@ -20,7 +20,7 @@ float32: TF32 is off. Needs the cuda extra; imports neither torch nor onnx.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,13 +249,11 @@ class CudaExecutor:
         """See `executor.Ages.age`. Also maps the pages of that age, and fills rings with noise."""
         self._begin(slot, {}, ticks)
         for region in self._regions.values():
-            position = region.clock.position(ticks)
             if region.clock.kind is ClockKind.COUNTER:
-                self._set(region.name, slot, position)
-            elif region.clock.kind is ClockKind.RING and region.dtype in ("bfloat16", "float32"):
-                for address, nbytes in self._ring_spans(region.name, slot, ticks):
-                    is_half = region.dtype == "bfloat16"
-                    self._kernels.spread(address, nbytes, is_half, self.stream)
+                self._set(region.name, slot, region.clock.position(ticks))
+        for address, nbytes, dtype in self._noise_spans(slot, ticks):
+            if dtype in ("bfloat16", "float32"):
+                self._kernels.spread(address, nbytes, dtype == "bfloat16", self.stream)
         self.stream.synchronize()
 
     def memory(self) -> MemoryUse:
@@ -280,6 +278,11 @@ class CudaExecutor:
         """What enqueues one stage on `stream`, without a graph; for tests and measurements."""
         (step,) = (step for step in self._program.steps[0] if step.stage.name == name)
         return self._bind_step(step, batch)
+
+    def bind_eager(self, batches: Iterable[int]) -> None:
+        """Make ticks of ``batches`` runnable without their graphs; for tests of graphs."""
+        for batch in batches:
+            self._parts[batch] = self._bind(batch)
 
     def nodes(self, batch: int) -> int:
         """Kernels, copies and fills in the graph of ``batch`` sessions."""
@@ -359,6 +362,21 @@ class CudaExecutor:
         """(address, bytes) of the rows from ``first`` on that a session of ``ticks`` ticks has."""
         count = self._regions[name].clock.valid_rows(ticks) - first
         return self.row_spans(name, slot, first, count)
+
+    def _noise_spans(self, slot: int, ticks: int) -> Iterator[tuple[DevicePtr, int, Dtype]]:
+        """(address, bytes, dtype) of all ring rows of a session that age; of a place in one go."""
+        done: set[str] = set()
+        for family in self.layout.families:
+            dtypes = {self._regions[name].dtype for name in family.names}
+            if family.in_places and len(dtypes) == 1:
+                start = family.base_pages[0] * family.page_bytes
+                start += self.arena.places[slot] * family.slot_bytes
+                yield DevicePtr(self._range.base + start), family.bytes_at(ticks), dtypes.pop()
+                done.update(family.names)
+        for region in self._regions.values():
+            if region.clock.kind is ClockKind.RING and region.name not in done:
+                for address, nbytes in self._ring_spans(region.name, slot, ticks):
+                    yield address, nbytes, region.dtype
 
     def row_spans(
         self, name: str, slot: int, first: int, count: int
