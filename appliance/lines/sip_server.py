@@ -29,8 +29,8 @@ from appliance.log import Seldom
 
 logger = logging.getLogger(__name__)
 
-TURN_NS = 5 * NS_PER_MS
-"""How often calls are looked after: a quarter of a packet."""
+TURN_NS = 10 * NS_PER_MS
+"""How often calls are looked after: half a packet."""
 
 IDLE_NS = 20 * NS_PER_MS
 """And the box listened to, while nobody calls."""

@@ -72,11 +72,6 @@ class Speaking:
         """When a frame is due; None if none is known to come."""
         return self._playout.next_due_ns
 
-    @property
-    def is_waiting(self) -> bool:
-        """The frame that is due next is not in hand."""
-        return self._playout.next_arrived_ns is None
-
     def collect(self, now_ns: int) -> list[DownlinkHeader]:
         """Take what the model made; the headers of this session's frames."""
         ring, playout = self._channel.downlink, self._playout
@@ -104,9 +99,11 @@ class Speaking:
         """Hand over what is due; the headers of the model's frames, and how much waited before."""
         playout, sent = self._playout, []
         while (due_ns := playout.next_due_ns) is not None and due_ns <= now_ns:
-            if playout.next_arrived_ns is None and self.phase is not None:
-                # Not in hand: the sender still has something, so wait if that is what it takes.
-                shift_ns = self.phase.miss(now_ns - due_ns + NS_PER_MS)
+            arrived_ns = playout.next_arrived_ns
+            if self.phase is not None and (arrived_ns is None or arrived_ns > due_ns):
+                # Not in hand in time: the sender still has something, so wait for what it takes.
+                late_ns = (now_ns if arrived_ns is None else arrived_ns) - due_ns
+                shift_ns = self.phase.miss(late_ns + NS_PER_MS)
                 if shift_ns > 0:
                     playout.postpone(shift_ns)
                     continue
