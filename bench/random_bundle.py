@@ -1,7 +1,7 @@
 # ruff: noqa: T201  (a script run by hand)
 """A bundle of Moshi 7B's shape with random weights, made where it is measured.
 
-    python -m bench.random_bundle graphs FOLDER [--batches 1-64] [--attention ring]    # anywhere
+    python -m bench.random_bundle graphs FOLDER [--batches 1-64] [--attention ring] [--cache int8]
     python -m bench.random_bundle weights FOLDER                    # on the GPU: 15.7 GB in 15 s
     duplexbox engines bench FOLDER --executor cuda --no-hashes ...
 
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from engines import bundle
-from engines.bundle import AudioPorts, FileSpec, Manifest, ModelInfo, TextPorts, Timing
+from engines.bundle import AudioPorts, Dtype, FileSpec, Manifest, ModelInfo, TextPorts, Timing
 from export.build import PIECES
+from export.caches import DTYPES, LARGEST_CODE, SCALES, Caches
 from export.cli import largest_batch
 from export.hollow import hollow_lm
+from export.kernel_specs import kernels_of, with_kernel
 from export.models.config import MOSHI_7B
 from export.models.mimi import Mimi
 from export.stages import (
@@ -39,23 +41,39 @@ from export.stages import (
     graphs_of,
     noise_stage,
 )
-from export.to_onnx import Weights, write_graph
+from export.to_onnx import INLINE_BYTES, Weights, write_graph
 
 PLACES = "places.json"
 UNKNOWN = "0" * 64
 WRITERS = 8
+REACH = 8.0
 
 
-def write_graphs(folder: Path, batches: int, attention: Attention = "standard") -> None:
-    """Everything but the weights; ``folder``/places.json says where each of those lies."""
+def write_graphs(
+    folder: Path, batches: int, attention: Attention = "standard", cache: Dtype | None = None
+) -> None:
+    """Everything but the weights; ``folder``/places.json says where each of those lies.
+
+    cache: dtype of 8-bit rings.
+    """
     config = MOSHI_7B
     weights = Weights(folder / "stages")
     weights.folder.mkdir(parents=True, exist_ok=True)
     lm, _ = hollow_lm(config.lm, "bfloat16", lambda name: torch.ones(1, 1, _norm(name)))
     mimi = Mimi(config.mimi).eval().requires_grad_(False)
-    graphs = graphs_of(config, mimi, lm, "bfloat16", attention)
+    for tensor in mimi.parameters():
+        if tensor.nbytes < INLINE_BYTES:
+            tensor.zero_()  # these lie in the graphs, for kernels in the file: alike in both
+    caches = None
+    if cache is not None:  # random keys and values are near 1, and hardly one is beyond REACH
+        scale = torch.full((config.lm.layers, 2, config.lm.heads), REACH / LARGEST_CODE[cache])
+        caches = Caches(cache, scale)
+        (folder / SCALES).parent.mkdir(parents=True, exist_ok=True)
+        (folder / SCALES).write_bytes(caches.file())
+    graphs = graphs_of(config, mimi, lm, "bfloat16", attention, caches)
     shared = {graph.name: graph for graph in (each.written() for each in graphs)}.values()
     files = [str(write_graph(graph, weights).relative_to(folder)) for graph in shared]
+    kernels = kernels_of(graphs, weights)
     (folder / PIECES).write_bytes(msgspec.json.encode([""] * config.lm.text_card))
     places = [
         (name, placed.file, placed.offset, str(placed.tensor.dtype)[6:], list(placed.tensor.shape))
@@ -63,6 +81,7 @@ def write_graphs(folder: Path, batches: int, attention: Attention = "standard") 
     ]
     (folder / PLACES).write_text(json.dumps(places))
     sizes = {f"stages/{file}": FileSpec(UNKNOWN, size) for file, size in weights.files.items()}
+    scales = (SCALES,) if caches else ()
     manifest = Manifest(
         format=bundle.FORMAT,
         model=ModelInfo(
@@ -75,10 +94,11 @@ def write_graphs(folder: Path, batches: int, attention: Attention = "standard") 
         timing=Timing(config.period_ns, config.mimi.sample_rate_hz, config.mimi.samples_per_frame),
         largest_batch=batches,
         regions=all_regions(graphs, config),
-        stages=(noise_stage(config), *(graph.spec for graph in graphs)),
+        stages=(noise_stage(config), *(with_kernel(graph.spec, kernels) for graph in graphs)),
         audio=AudioPorts(PCM, PCM_OUT, VALID),
         text=TextPorts(TEXT, PIECES, config.silent_ids),
-        files={name: bundle.describe_file(folder / name) for name in (*files, PIECES)} | sizes,
+        files={name: bundle.describe_file(folder / name) for name in (*files, PIECES, *scales)}
+        | sizes,
     )
     bundle.write(folder, manifest)
     print(
@@ -119,6 +139,8 @@ def _norm(name: str) -> int:
 
 def _draw(name: str, noise: Tensor) -> Tensor:
     """Values of the weight called ``name``; noise: standard normal, of its shape."""
+    if noise.nbytes < INLINE_BYTES and name.startswith("mimi."):
+        return torch.zeros_like(noise)
     if "norm" in name and name.endswith("weight"):
         return torch.ones_like(noise)
     if name.endswith("squared"):
@@ -136,9 +158,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batches", default="1-160")
     parser.add_argument("--attention", choices=("standard", "ring"), default="standard")
+    parser.add_argument("--cache", choices=("e4m3", "int8"), help="8-bit rings")
     args = parser.parse_args()
     if args.what == "graphs":
-        write_graphs(args.folder, largest_batch(args.batches), args.attention)
+        cache = DTYPES[args.cache] if args.cache else None
+        write_graphs(args.folder, largest_batch(args.batches), args.attention, cache)
     else:
         write_weights(args.folder)
 
