@@ -24,8 +24,9 @@ say = @printf '==> %s\n' "$(1)"
 
 # One thread per library: the tests run several processes, and a CPU step is repeatable only so.
 export OMP_NUM_THREADS = 1
+export MOSHI_PAGE
 
-.PHONY: help demo test style types tests test-lines soak test-gpu clean python-ok
+.PHONY: help demo test style types tests test-lines test-web soak test-gpu clean python-ok
 .DEFAULT_GOAL := help
 # `make -j test` would mix three outputs, and tests that watch the clock want the machine.
 .NOTPARALLEL:
@@ -34,6 +35,7 @@ help:
 	@echo 'make demo        three callers talk to the box in real time, on this CPU (about a minute)'
 	@echo 'make test        style, types and tests: what CI runs (under 10 minutes on 2 cores)'
 	@echo 'make test-lines  lines against real peers and sound servers; says what apt-get brings them'
+	@echo 'make test-web    the pages in Chromium and Firefox, and the published clients, a minute each'
 	@echo 'make soak        the long runs'
 	@echo 'make test-gpu    the tests that need an NVIDIA GPU and the cuda extra'
 	@echo 'make clean       remove both environments and every cache'
@@ -55,9 +57,9 @@ types: $(DEV_STAMP)
 
 tests: $(DEV_STAMP)
 	$(call say,tests of the models and engines: on both cores)
-	@$(PYTEST) -m 'not gpu and not soak and not lines' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not lines and not web' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
 	$(call say,tests of the appliance: many watch the clock, so they have the machine to themselves)
-	@$(PYTEST) -m 'not gpu and not soak and not lines' tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not lines and not web' tests/appliance $(PYTEST_ARGS)
 
 test-lines: $(DEV_STAMP)
 	$(call say,lines: against real peers and devices that are none of the test suite's own)
@@ -65,9 +67,14 @@ test-lines: $(DEV_STAMP)
 	$(call say,from mouth to ear through a sound server without hardware; it takes a minute)
 	@$(DEV)/bin/python -m bench.mouth_to_ear --pulse
 
+# With MOSHI_PAGE=DIR also Moshi's own page, built from its source: tests/web/test_published_clients.py.
+test-web: $(DEV_STAMP)
+	$(call say,web: pages in real browsers (apt-get install chromium firefox-esr pulseaudio))
+	@$(PYTEST) -m web $(if $(MOSHI_PAGE),,-k 'not published_page') tests/web $(PYTEST_ARGS)
+
 soak: $(DEV_STAMP)
 	$(call say,soak: the long runs)
-	@$(PYTEST) -m 'soak and not gpu' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'soak and not gpu and not web' $(PYTEST_ARGS)
 
 test-gpu: $(DEV_STAMP)
 	$(call say,gpu: the tests that need an NVIDIA GPU)
