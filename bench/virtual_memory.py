@@ -32,7 +32,7 @@ def main() -> None:
 
     def keep_busy() -> None:
         for _ in range(LOAD_LAUNCHES):
-            kernels.spread(load, LOAD_BYTES, True, stream)
+            kernels.spread(load, LOAD_BYTES, 2, stream)
 
     for name, before in (("idle", None), ("idle", None), ("busy", keep_busy)):
         costs = measure(stream, before)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from engines import cuda, ring_stage
 from engines.arena import Arena
-from engines.bundle import Bundle, BundleError, Dtype, StageSpec
+from engines.bundle import ITEMSIZE, Bundle, BundleError, Dtype, StageSpec
 from engines.clocks import ClockKind
 from engines.cuda import CudaFailed, DevicePtr
 from engines.cuda_memory import HostArray, OutOfPages, Range, page_bytes, write_ordered
@@ -56,6 +56,8 @@ LOOK_TICKS = 12
 """How often free memory is looked at: about once a second."""
 KEEP_FREE_BYTES = 256 << 20
 """Left alone when sessions are counted that would fit: libraries take some in passing."""
+SPREAD = ("float32", "bfloat16", "float8e4m3", "int8")
+"""Rings of these `age` fills with noise; others hold ids."""
 KERNELS = Path.home() / ".cache" / "duplexbox" / "kernels"
 
 
@@ -252,8 +254,8 @@ class CudaExecutor:
             if region.clock.kind is ClockKind.COUNTER:
                 self._set(region.name, slot, region.clock.position(ticks))
         for address, nbytes, dtype in self._noise_spans(slot, ticks):
-            if dtype in ("bfloat16", "float32"):
-                self._kernels.spread(address, nbytes, dtype == "bfloat16", self.stream)
+            if dtype in SPREAD:
+                self._kernels.spread(address, nbytes, ITEMSIZE[dtype], self.stream)
         self.stream.synchronize()
 
     def memory(self) -> MemoryUse:

@@ -103,7 +103,7 @@ extern "C" __global__ void gumbel_noise(NoiseParams p) {
 struct SpreadParams {
     u64 target;
     u64 words;  // of 4 bytes
-    u32 is_half;  // two bfloat16 a word, else one float
+    u32 each;   // values a word: 1 float, 2 bfloat16, 4 codes of an 8-bit ring
     u32 seed;
 };
 
@@ -118,6 +118,8 @@ extern "C" __global__ void spread_values(SpreadParams p) {
         // Exponents of 2^-4 .. 2^-1, any sign and mantissa.
         u32 low = (h & 0x807Fu) | (0x3D80u + ((h >> 7 & 3u) << 7));
         u32 high = (h >> 16 & 0x807Fu) | (0x3D80u + ((h >> 23 & 3u) << 7));
-        ((u32*)p.target)[at] = p.is_half ? high << 16 | low : high << 16 | (h & 0xFFFFu);
+        u32 halves = high << 16 | low, single = high << 16 | (h & 0xFFFFu);
+        // Without bit 6 no byte is a NaN of e4m3.
+        ((u32*)p.target)[at] = p.each == 4 ? h & 0xBFBFBFBFu : p.each == 2 ? halves : single;
     }
 }

@@ -74,7 +74,7 @@ class _SpreadParams(ctypes.Structure):
     _fields_ = (
         ("target", ctypes.c_uint64),
         ("words", ctypes.c_uint64),
-        ("is_half", ctypes.c_uint32),
+        ("each", ctypes.c_uint32),
         ("seed", ctypes.c_uint32),
     )
 
@@ -115,9 +115,9 @@ class TickKernels:
         if rows:
             self._reset.launch(_rows_shape(rows), _RowsParams(table, slot, 0), stream)
 
-    def spread(self, target: DevicePtr, nbytes: int, is_half: bool, stream: Stream) -> None:
-        """Fill with values over -1..1: bfloat16 if is_half, else float32."""
-        params = _SpreadParams(target, nbytes // 4, is_half, int(target) & 0xFFFFFFFF)
+    def spread(self, target: DevicePtr, nbytes: int, itemsize: int, stream: Stream) -> None:
+        """Fill with values over -1..1, float32 or bfloat16; of itemsize 1, with any codes."""
+        params = _SpreadParams(target, nbytes // 4, 4 // itemsize, int(target) & 0xFFFFFFFF)
         self._spread.launch(LaunchShape((512, 1, 1), (THREADS, 1, 1)), params, stream)
 
     def close(self) -> None:

@@ -231,7 +231,7 @@ class HostKernels:
             row = bytes_at(int(current) + slot * int(nbytes), int(nbytes))
             row[:] = np.resize(np.frombuffer(int(fill).to_bytes(8, "little"), np.uint8), row.size)
 
-    def spread(self, target: int, nbytes: int, is_half: bool, stream: object) -> None:
+    def spread(self, target: int, nbytes: int, itemsize: int, stream: object) -> None:
         bytes_at(target, nbytes)[:] = 0x3C
 
     def close(self) -> None:
