@@ -32,6 +32,8 @@ class Line:
         self.port = free_port()
         self.health = free_port()
         self.folder = folder
+        self.sockets = 0
+        """Open in the worker before anybody called."""
         config = folder / "box.toml"
         config.write_text(
             f'[engine]\nbundle = "b"\n[control]\nsocket = "{box}"\n'
