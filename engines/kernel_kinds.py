@@ -7,8 +7,11 @@ that before anything is loaded: kernels read device memory by these shapes and c
     gated_piece    between two attentions of it
     gated_last     after the last
     depth          the depth transformer, choosing and delays included
+    codec_encode_first, codec_encode_last    around the encoder's transformer
+    codec_decode_first, codec_decode_last    around the decoder's
+    codec_piece    between two attentions of either
 
-(`kernels.lm_kinds`.)
+(`kernels.lm_kinds`, `kernels.codec_kinds`.)
 
 Not here: the kernels (`kernels`), binding them (`kernel_stages`), the format (`bundle`).
 """
@@ -16,7 +19,7 @@ Not here: the kernels (`kernels`), binding them (`kernel_stages`), the format (`
 from collections.abc import Callable, Iterator, Mapping
 
 from engines.bundle import KernelSpec, Manifest, StageSpec, WeightSpec
-from engines.kernels import lm_kinds
+from engines.kernels import codec_kinds, lm_kinds
 
 ALIGN_BYTES = 64
 """Of a slice in its file: what export aligns to, and more than any vector load needs."""
@@ -28,7 +31,7 @@ Kind = Callable[[StageSpec, KernelSpec], Shapes]
 
 Raises KeyError naming a number that is missing, ValueError with what else contradicts the kind."""
 
-KINDS: dict[str, Kind] = {**lm_kinds.KINDS}
+KINDS: dict[str, Kind] = {**lm_kinds.KINDS, **codec_kinds.KINDS}
 
 
 def faults(manifest: Manifest, stage: StageSpec) -> Iterator[str]:

@@ -40,6 +40,7 @@ from engines.bundle import (
 from export import cache_report, golden, prompt, ring_stages, tiny
 from export.cache_report import Calibration
 from export.journal import Journal
+from export.kernel_specs import Kernels, kernels_of, with_kernel
 from export.mistake import Mistake
 from export.prompt_stages import Opening, Prefill, prompt_graphs
 from export.source import Precision, Source, from_seed
@@ -123,7 +124,7 @@ def build(
     graphs = graphs_of(config, source.mimi, source.lm, source.dtype, attention, caches)
     prompted = config.prompt is not None
     asks = prompt_graphs(config, source.lm, source.dtype, caches) if prompted else ()
-    _write_stages(source, (*graphs, *asks), journal, progress, say)
+    kernels = _write_stages(source, (*graphs, *asks), journal, progress, say)
     pieces = msgspec.json.encode(source.pieces) + b"\n"
     _write_once(journal, PIECES, lambda: pieces)
     if source.tokenizer is not None:
@@ -149,7 +150,7 @@ def build(
         ),
         largest_batch=largest_batch,
         regions=regions,
-        stages=(noise_stage(config), *(graph.spec for graph in graphs)),
+        stages=(noise_stage(config), *(with_kernel(graph.spec, kernels) for graph in graphs)),
         audio=AudioPorts(input=PCM, output=PCM_OUT, valid=VALID),
         text=TextPorts(output=TEXT, pieces=PIECES, silent_ids=config.silent_ids),
         files={name: journal.files[name] for name in sorted(journal.files)},
@@ -200,8 +201,11 @@ def _write_stages(
     journal: Journal,
     progress: Progress,
     say: Say,
-) -> None:
-    """Graphs first, because they say which weights there are; then the weights, file by file."""
+) -> Kernels:
+    """Graphs first, because they say which weights there are; then the weights, file by file.
+
+    Returns the kernels that can stand in for graphs.
+    """
     weights = Weights(journal.folder / "stages", source.hollow)
     # Stages that differ in nothing but names share a graph.
     for graph in {shared.name: shared for shared in (g.written() for g in graphs)}.values():
@@ -209,11 +213,13 @@ def _write_stages(
         # Traced even if the file is there: tracing is what gives the weights their places.
         raw = graph_bytes(graph, weights)
         _write_once(journal, graph.file, lambda raw=raw: raw)  # type: ignore[misc]
+    kernels = kernels_of(graphs, weights)
     _check_disk(journal, {f"stages/{name}": size for name, size in weights.files.items()})
     for file, total in weights.files.items():
         name = f"stages/{file}"
         if not journal.has(name):
             journal.write(name, _counted(weights.chunks(file), name, total, progress))
+    return kernels
 
 
 def _counted(

@@ -5,28 +5,29 @@
 
 #include "codec_gemm.cuh"
 
-#define TILE(NAME, BM, BN, BK, TM, TN, STAGES, BLOCKS)                                         \
-    extern "C" __global__ void __launch_bounds__(BM / TM * (BN / TN), BLOCKS)                  \
-        codec_##NAME##_one(const __grid_constant__ GemmParams p) {                             \
-        gemm_tile<BM, BN, BK, TM, TN, STAGES, false>(p);                                       \
-    }                                                                                          \
-    extern "C" __global__ void __launch_bounds__(BM / TM * (BN / TN), BLOCKS)                  \
-        codec_##NAME##_many(const __grid_constant__ GemmParams p) {                            \
-        gemm_tile<BM, BN, BK, TM, TN, STAGES, true>(p);                                        \
+#define WIDE(NAME, WN, WM, NT, MT, STAGES, BLOCKS, MANY)                        \
+    extern "C" __global__ void __launch_bounds__(WN* WM * 32, BLOCKS)           \
+        codec_##NAME(const __grid_constant__ GemmParams p) {                    \
+        gemm_wide<WN, WM, NT, MT, STAGES, MANY>(p);                             \
+    }
+#define DEEP(NAME, NT, MT, BK, STAGES)                                          \
+    extern "C" __global__ void __launch_bounds__(DEEP_WARPS * 32)               \
+        codec_##NAME(const __grid_constant__ GemmParams p) {                    \
+        gemm_deep<NT, MT, BK, STAGES>(p);                                       \
     }
 
-TILE(16x32, 16, 32, 32, 1, 4, 4, 4)
-TILE(32x32, 32, 32, 32, 2, 4, 3, 4)
-TILE(32x64, 32, 64, 32, 4, 4, 3, 4)
-TILE(64x64, 64, 64, 16, 8, 4, 3, 3)
-TILE(128x32, 128, 32, 16, 8, 4, 3, 3)
-TILE(64x128, 64, 128, 16, 8, 8, 3, 2)
-TILE(128x64, 128, 64, 16, 8, 8, 3, 2)
-
-extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
-    codec_skinny(const __grid_constant__ GemmParams p) {
-    gemm_skinny(p);
-}
+// columns x rows of a block
+WIDE(wide_32x16, 2, 2, 1, 1, 6, 4, false)
+WIDE(wide_32x32, 2, 2, 1, 2, 5, 4, false)
+WIDE(wide_64x32, 2, 2, 2, 2, 4, 3, false)
+WIDE(wide_64x64, 2, 2, 2, 4, 4, 3, false)
+WIDE(wide_32x128, 1, 4, 2, 4, 3, 3, false)
+WIDE(wide_128x64, 4, 2, 2, 4, 3, 2, false)
+WIDE(wide_64x64_many, 2, 2, 2, 4, 4, 2, true)
+WIDE(wide_128x64_many, 4, 2, 2, 4, 3, 1, true)
+DEEP(deep_16x8, 1, 1, 64, 1)
+DEEP(deep_16x16, 1, 2, 64, 1)
+DEEP(deep_32x32, 2, 4, 16, 2)
 
 // What convolutions remember, between regions (C, R) and the rows in front of activations (R, C).
 struct KeptWindow {
@@ -427,7 +428,17 @@ extern "C" __global__ void __launch_bounds__(BOOK_THREADS)
     if (bin == 0) p.codes[(i64)b * p.levels + level] = code;
     if (is_semantic || level + 1 >= p.levels) return;
     float* rest = p.left + (i64)b * 2 * p.features + p.features;
-    for (int k = bin; k < p.features; k += BOOK_BINS) rest[k] -= book[(i64)k * p.bins + code];
+    float found[BOOK_CHUNKS * BOOK_CHUNK / BOOK_BINS];  // all on their way before the first is used
+#pragma unroll
+    for (int i = 0; i < BOOK_CHUNKS * BOOK_CHUNK / BOOK_BINS; ++i) {
+        int k = bin + i * BOOK_BINS;
+        if (k < p.features) found[i] = __ldg(book + (i64)k * p.bins + code);
+    }
+#pragma unroll
+    for (int i = 0; i < BOOK_CHUNKS * BOOK_CHUNK / BOOK_BINS; ++i) {
+        int k = bin + i * BOOK_BINS;
+        if (k < p.features) rest[k] -= found[i];
+    }
 }
 
 // Codes to what the two output projections take, (B, 2, F).
@@ -475,4 +486,15 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         p.to[i] = p.from[at];
     }
+}
+
+// Parts of a product that many blocks made, added up by many: a thread takes four columns.
+extern "C" __global__ void __launch_bounds__(256)
+    codec_meet(const __grid_constant__ GemmParams p) {
+    wait_for_others();
+    let_next_begin();
+    i64 stride = (i64)p.total_rows * p.n, i = (blockIdx.x * 256ll + threadIdx.x) * 4;
+    if (i >= stride) return;
+    int m = i / p.n, n = i - (i64)m * p.n, b = m / p.rows, t = m - b * p.rows;
+    emit(p, b, t, n, add_rest(p, b, t, n, sum_parts(p.parts, i, stride, p.parts_count)));
 }

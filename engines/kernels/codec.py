@@ -10,6 +10,7 @@ ours (kernel_stages.py).
 
 import ctypes
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 
 from engines import cuda
@@ -17,10 +18,13 @@ from engines.bundle import StageSpec
 from engines.cuda import Device, DevicePtr, Function, LaunchShape, Module, Stream
 from engines.kernel_stages import Bindable, Kind
 from engines.kernels import nvrtc
+from engines.kernels.codec_gemm import DEEP
 from engines.kernels.codec_kinds import KINDS, CodecShape, decoder_convs
 from engines.kernels.codec_net import Call, Tick, plan_stage
 
 SOURCE = Path(__file__).with_name("codec.cu")
+SHARED_BYTES = {f"codec_{blocks.name}": blocks.shared_bytes for blocks in DEEP}
+MOST_EARLY_BLOCKS = 512
 TURN_BLOCKS, TURN_THREADS = 512, 256
 
 
@@ -41,7 +45,8 @@ class CodecKernels:
         self._module = Module(image)
         self._functions: dict[str, Function] = {}
         self._turned: set[DevicePtr] = set()
-        self.overlaps = True
+        self.overlaps: bool | None = None
+        """Whether launches begin early; None: where it pays."""
 
     def bind(self, bindable: Bindable) -> Callable[[], None]:
         stage, stream = bindable.step.stage, bindable.stream
@@ -62,11 +67,14 @@ class CodecKernels:
 
     def launches(self, calls: Iterable[Call], stream: Stream) -> Callable[[], None]:
         """What enqueues ``calls``."""
-        bound = [(self._function(call.kernel), call.shape, call.params) for call in calls]
+        bound = [
+            (self._function(call.kernel), call.shape, call.params, self._overlaps(call.shape))
+            for call in calls
+        ]
 
         def enqueue() -> None:
-            for function, shape, params in bound:
-                function.launch(shape, params, stream, overlaps=self.overlaps)
+            for function, shape, params, overlaps in bound:
+                function.launch(shape, params, stream, overlaps=overlaps)
 
         return enqueue
 
@@ -84,9 +92,17 @@ class CodecKernels:
     def close(self) -> None:
         self._module.close()
 
+    def _overlaps(self, shape: LaunchShape) -> bool:
+        """Blocks that wait take room from those that work: only small launches begin early."""
+        if self.overlaps is None:
+            return prod(shape.grid) <= MOST_EARLY_BLOCKS
+        return self.overlaps
+
     def _function(self, name: str) -> Function:
         if name not in self._functions:
             self._functions[name] = self._module.function(name)
+            if (most := SHARED_BYTES.get(name)) is not None:
+                self._functions[name].allow_shared(most)
         return self._functions[name]
 
 

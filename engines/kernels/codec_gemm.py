@@ -4,10 +4,10 @@
 layer alone, so that the bits of a session do not depend on the batch. `choose` picks blocks for a
 batch: a choice of speed, which changes no bit. The kernels are in codec_gemm.cuh.
 
-Two ways of summing. Where a session has few rows (2 per frame in the transformers), all time goes
-into reading the matrix: chunks of 64, parts of 8 chunks, a block per part. Where it has many,
-blocks are many too: everything in one part, which one block sums whole, or a block per chunk
-whose results meet in the same order.
+Where a session has few rows (2 per frame in the transformers), time goes into reading the matrix:
+chunks of 64, parts of 8 chunks, a block per part with a warp per chunk (`deep`). Where it has many,
+blocks are many too (`wide`): a block sums all chunks, or one, whose results then meet in the same
+order, in the block that comes last or, if there is much to add, in a launch of its own.
 
 Not here: which products there are (codec_net.py), addresses.
 """
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 from engines.cuda import LaunchShape
 
-SKINNY_ROWS, SKINNY_COLUMNS, SKINNY_CHUNK, SKINNY_CHUNKS = 4, 16, 64, 8  # codec_gemm.cuh
+DEEP_CHUNK, DEEP_CHUNKS, DEEP_THREADS = 64, 8, 256  # codec_gemm.cuh
 FEW_ROWS = 4
-"""Rows per session up to which a product is summed in parts of `SKINNY_CHUNKS` chunks."""
+"""Rows per session up to which a product is summed in parts of at most `DEEP_CHUNKS` chunks."""
 CHUNK_STEP = 32
-"""Chunks are whole tiles of k."""
+"""Sums leave the tensor cores so often."""
 MULTIPROCESSORS = 132
+MEET_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +31,38 @@ class Blocks:
     """One compiled size of blocks."""
 
     name: str
-    rows: int
     columns: int
+    rows: int
     threads: int
+    speed: float
+    """Products of two numbers a multiprocessor makes per clock, about; see LOG.md."""
+    is_deep: bool = False
+    sums_many: bool = False
+    """Of the wide: sums all its chunks. Others sum one."""
+    shared_bytes: int = 0
 
     def grid(self, total_rows: int, n: int, parts: int) -> tuple[int, int, int]:
         return -(-n // self.columns), -(-total_rows // self.rows), parts
 
 
-SKINNY = Blocks("skinny", SKINNY_ROWS, SKINNY_COLUMNS, 128)
-TILES = tuple(
-    Blocks(f"{rows}x{columns}", rows, columns, rows // tm * (columns // tn))
-    for rows, columns, tm, tn in (
-        (16, 32, 1, 4),
-        (32, 32, 2, 4),
-        (32, 64, 4, 4),
-        (64, 64, 8, 4),
-        (128, 32, 8, 4),
-        (64, 128, 8, 8),
-        (128, 64, 8, 8),
-    )
+def _deep(columns: int, rows: int, k: int, stages: int, speed: float) -> Blocks:
+    floats = DEEP_CHUNKS * stages * (k * (columns + 8) + rows * (k + 4))
+    name = f"deep_{columns}x{rows}"
+    return Blocks(name, columns, rows, DEEP_THREADS, speed, is_deep=True, shared_bytes=4 * floats)
+
+
+DEEP = (_deep(16, 8, 64, 1, 25.0), _deep(16, 16, 64, 1, 45.0), _deep(32, 32, 16, 2, 80.0))
+WIDE = (
+    Blocks("wide_32x16", 32, 16, 128, 45.0),
+    Blocks("wide_32x32", 32, 32, 128, 80.0),
+    Blocks("wide_64x32", 64, 32, 128, 110.0),
+    Blocks("wide_64x64", 64, 64, 128, 140.0),
+    Blocks("wide_32x128", 32, 128, 128, 130.0),
+    Blocks("wide_128x64", 128, 64, 256, 150.0),
+    Blocks("wide_64x64_many", 64, 64, 128, 130.0, sums_many=True),
+    Blocks("wide_128x64_many", 128, 64, 256, 140.0, sums_many=True),
 )
-BY_NAME = {blocks.name: blocks for blocks in (SKINNY, *TILES)}
+BLOCKS = (*DEEP, *WIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,8 @@ class Product:
     rows: int
     """Per session."""
     meets: bool = True
-    """False: its parts are left to the kernel that follows."""
-    part_chunks: int = SKINNY_CHUNKS
+    """False: its parts are left to the launch that follows."""
+    part_chunks: int = DEEP_CHUNKS
     """Of a product with few rows."""
 
     @property
@@ -74,9 +85,9 @@ class Product:
 
     @property
     def chunk(self) -> int:
-        """Numbers of k that one thread sums, one after the other."""
+        """Numbers of k that are added up before anything else is added."""
         if self.is_few:
-            return SKINNY_CHUNK
+            return DEEP_CHUNK
         if self.rows >= 400:
             wanted = self.k
         elif self.rows >= 64:
@@ -100,50 +111,53 @@ class Choice:
     blocks: Blocks
     span: int
     """Chunks a block sums."""
+    is_apart: bool = False
+    """Parts meet in a launch of their own."""
 
 
-def choices(product: Product, batch: int) -> list[Choice]:
+def choices(product: Product) -> list[Choice]:
     """Every cut that gives the same bits."""
-    if product.is_few:
-        return [Choice(blocks, product.part_chunks) for blocks in (SKINNY, *TILES)]
-    spans = sorted({1, product.chunks})
-    return [Choice(blocks, span) for blocks in TILES for span in spans]
+    found: list[Choice] = []
+    for blocks in BLOCKS:
+        span = product.part_chunks if product.is_few else product.chunks
+        span = min(span, product.chunks)
+        if blocks.is_deep and not product.is_few:
+            continue
+        if not (blocks.is_deep or blocks.sums_many) and span > 1:
+            if product.is_few:
+                continue
+            span = 1
+        if blocks.sums_many and span == 1:
+            continue
+        found.append(Choice(blocks, span))
+        if product.meets and product.parts(span) > 1:
+            found.append(Choice(blocks, span, is_apart=True))
+    return found
 
 
 def choose(product: Product, batch: int) -> Choice:
     """The cut for a batch; see LOG.md for what was measured."""
-    total = product.rows * batch
-    if product.is_few and total <= 16:
-        return Choice(SKINNY, product.part_chunks)
-    return min(choices(product, batch), key=lambda choice: _cost(product, total, choice))
+    return min(choices(product), key=lambda choice: _cost(product, product.rows * batch, choice))
 
 
 def _cost(product: Product, total: int, choice: Choice) -> float:
-    """Rough time: what the busiest multiprocessor multiplies, and what parts cost to meet."""
-    blocks, span = choice.blocks, choice.span
-    if blocks is SKINNY:
-        return float("inf")
-    parts = product.parts(span)
+    """Rough clocks: what the busiest multiprocessor multiplies, and what it costs to meet."""
+    blocks = choice.blocks
+    parts = product.parts(choice.span)
     x, y, z = blocks.grid(total, product.n, parts)
-    k = min(product.k, span * product.chunk)
-    per_block = blocks.rows * blocks.columns * k / SPEED[blocks.name]
-    waves = -(-x * y * z // MULTIPROCESSORS)
-    # Two blocks on a multiprocessor take turns; one alone leaves it idle while it waits.
-    time = per_block * max(waves, 1.4)
-    meeting = (0 if parts == 1 else 2500) + parts * total * product.n / 2500 * (parts > 1)
-    return time + meeting
-
-
-SPEED = {
-    "16x32": 35.0,
-    "32x32": 55.0,
-    "32x64": 75.0,
-    "64x64": 85.0,
-    "128x32": 80.0,
-    "64x128": 95.0,
-    "128x64": 95.0,
-}
-"""Products of two numbers a multiprocessor makes per clock."""
+    k = min(product.k, choice.span * product.chunk)
+    # Blocks on one multiprocessor take turns; one alone leaves it idle while it waits.
+    turns = max(-(-x * y * z // MULTIPROCESSORS), 1.5)
+    time = blocks.rows * blocks.columns * k / blocks.speed * turns
+    # Deep blocks of one column read the same piece of the matrix, wide ones as well.
+    time += blocks.columns * k * turns / 40
+    if parts == 1:
+        return time
+    if not product.meets:
+        return time + parts * total * product.n / 4000
+    if choice.is_apart:
+        return time + 4500 + parts * total * product.n / 2000
+    return time + 1500 + parts * blocks.rows * blocks.columns / 12
 
 
 class GemmParams(ctypes.Structure):
@@ -157,8 +171,8 @@ class GemmParams(ctypes.Structure):
         *[
             (name, ctypes.c_int)
             for name in (
-                "a_session a_row rows total_rows k n chunk span chunks bias_n add_session add_row "
-                "out_session out_row elu_session elu_row steps stride gelu reduce"
+                "a_session a_row rows total_rows k n chunk span bias_n add_session add_row "
+                "out_session out_row elu_session elu_row steps stride gelu reduce parts_count"
             ).split()
         ],
     ]
@@ -177,15 +191,20 @@ def launch(
         n=product.n,
         chunk=product.chunk,
         span=choice.span,
-        chunks=product.chunks,
-        reduce=int(product.meets),
+        reduce=int(product.meets and not choice.is_apart),
+        parts_count=parts,
         **{"bias_n": product.n, **given},
     )
-    name = f"codec_{choice.blocks.name}"
-    if choice.blocks is not SKINNY:
-        name += "_many" if min(choice.span, product.chunks) > 1 else "_one"
-    grid = choice.blocks.grid(total, product.n, parts)
-    return name, LaunchShape(grid, (choice.blocks.threads, 1, 1)), params
+    blocks = choice.blocks
+    grid = blocks.grid(total, product.n, parts)
+    shape = LaunchShape(grid, (blocks.threads, 1, 1), blocks.shared_bytes)
+    return f"codec_{blocks.name}", shape, params
+
+
+def meet(product: Product, batch: int) -> LaunchShape:
+    """Of the launch in which parts meet."""
+    quads = product.rows * batch * product.n // 4
+    return LaunchShape((-(-quads // MEET_THREADS), 1, 1), (MEET_THREADS, 1, 1))
 
 
 def parts_floats(product: Product, batch: int, choice: Choice) -> int:

@@ -393,7 +393,7 @@ class Tick:
         outputs: int,
         *,
         meets: bool = True,
-        part_chunks: int = codec_gemm.SKINNY_CHUNKS,
+        part_chunks: int = codec_gemm.DEEP_CHUNKS,
         **given: int,
     ) -> None:
         rows = self.shape.positions
@@ -418,6 +418,9 @@ class Tick:
         self._parts_floats = max(self._parts_floats, needed)
         self._waiting.append((params, parts_at))
         self._call(name, shape, params, product.name)
+        if choice.is_apart:
+            shape = codec_gemm.meet(product, self.batch)
+            self._call("codec_meet", shape, params, f"{product.name} meets")
 
     def _sum(self, after: Conv | str, x: int, *, normed: str = "", **given: int) -> None:
         """Sum the parts of the product before, and what follows it on each row."""

@@ -90,13 +90,14 @@ def written(memory: Memory, call: Call) -> list[tuple[int, int]]:
 
 
 def _of(kernel: str) -> Callable[[Memory, Call], None]:
-    if kernel.endswith(("_one", "_many")) or kernel == "codec_skinny":
+    if kernel.startswith(("codec_wide", "codec_deep")):
         return _gemm
     return {
         "codec_windows_in": _windows_in,
         "codec_windows_out": _windows_out,
         "codec_sound_in": _sound_in,
         "codec_sound_out": _sound_out,
+        "codec_meet": _meet,
         "codec_rows": _rows,
         "codec_upsample": _upsample,
         "codec_level": _level,
@@ -129,8 +130,17 @@ def _gemm(memory: Memory, call: Call) -> None:
             k = slice(part * step, min(p.k, (part + 1) * step))
             out[part] = (a[:, :, k] @ w[k]).reshape(-1, p.n)
         return
-    y = a @ w
-    rows = p.rows
+    _emit(memory, p, a @ w)
+
+
+def _meet(memory: Memory, call: Call) -> None:
+    p: Any = call.params
+    parts = memory.view(p.parts, (p.parts_count, p.total_rows // p.rows, p.rows, p.n))
+    _emit(memory, p, parts.astype(np.float64).sum(axis=0))
+
+
+def _emit(memory: Memory, p: Any, y: Doubles) -> None:
+    batch, rows = p.total_rows // p.rows, p.rows
     if p.tail:
         rows -= 1
         shape = (batch, p.bias_n, p.stride)
