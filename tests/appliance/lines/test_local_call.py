@@ -18,6 +18,7 @@ from appliance.clock import NS_PER_S
 from appliance.frame_ring import Outcome
 from appliance.lines.echo import EchoCanceller
 from appliance.lines.local_call import LocalCall, State, Wish
+from appliance.lines.local_sound import MICROPHONE_SPARE_NS, SPEAKER_SPARE_NS
 from tests.appliance.lines.test_echo import db, speech
 from tests.local_cards import BLOCK, CARD_HZ, SAMPLES, WELCOME, Card, Sim, tone
 
@@ -95,6 +96,10 @@ def drifts(ppm: float, seconds: int, turn_ns: int) -> None:
         assert not made
         assert sim.concealed == sim.microphone.intake.short == 0
         assert sim.card.exchange.dry == sim.speaker.padded == sim.speaker.cut_samples == 0
+        # Both buffers are where they should be; the callbacks' jitter is in what is measured.
+        assert sim.speaker.spare_ns == pytest.approx(SPEAKER_SPARE_NS, abs=6 * MS)
+        spare_ns = min(sim.microphone.intake._spares)
+        assert spare_ns == pytest.approx(MICROPHONE_SPARE_NS, abs=6 * MS)
         # Lag: how much the way of a frame differs from that of any other.
         assert max(ways) - min(ways) < 80
         assert sim.speaker.drift.drift_ppm == pytest.approx(ppm, abs=abs(ppm) * 0.8 + 5)
