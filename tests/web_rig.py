@@ -21,7 +21,7 @@ from appliance import control
 from appliance.clock import MonotonicClock
 from appliance.lines.boxes import Boxes
 from appliance.lines.transcript import read_pieces
-from appliance.lines.web_server import Options, WebServer
+from appliance.lines.web_server import REQUEST_S, Options, WebServer
 from appliance.lines.websocket import NICENESS
 from appliance.lines.wire import Model
 
@@ -33,7 +33,9 @@ def facts(welcome: control.Welcome) -> tuple[Model, list[str]]:
 async def serve(options: Options) -> None:
     clock = MonotonicClock()
     server = WebServer(options, Boxes.connect(options.socket, clock), clock, facts)
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(
+        server.app(), access_log=None, handler_cancellation=True, keepalive_timeout=REQUEST_S
+    )
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)

@@ -10,10 +10,10 @@ if samples were taken one by one instead of a frame at a time.
     spare = (next take - now) + (samples held - one frame) / rate
 
 The smallest spare of the last seconds, one outlier left aside, is what the network left of the
-buffer. It is steered to `spare_ns` by stretching, slowly and by little (2 % at the very most), which
-also absorbs the difference of two clocks. Only when a stall has left far too much behind is anything cut out, with
-a short fade, and only after that much has waited for a whole second. So a page of P ms is P +
-`spare_ns` old when it is taken, however its arrival lies to the tick.
+buffer. It is steered to `spare_ns` by stretching, slowly and by little (2 % at the very most),
+which also absorbs the difference of two clocks. Only when a stall has left far too much behind is
+anything cut out, with a short fade, and only after that much has waited for a whole second. So a
+page of P ms is P + `spare_ns` old when it is taken, however its arrival lies to the tick.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ OUTLIERS = 1
 costs the frame it is late for; without this it would also cost 100 ms of lag for seconds."""
 
 PPM_PER_MS = 300.0
-"""Stretching per ms of spare too much or too little: 0.3 ms/s, so an error halves in 2.3 s. That is
-shorter than the window it is measured in, so what the window holds is moved along with the buffer."""
+"""Stretching per ms of spare too much or too little: 0.3 ms/s, so an error halves in 2.3 s. That
+is shorter than the window it is measured in, so what the window holds moves with the buffer."""
 
 MOST_PPM = 20_000.0
 """A third of a semitone, for the seconds after a stall; sound cards have been seen 450 ppm off."""

@@ -27,3 +27,27 @@ class Bucket:
             return False
         self._level -= amount
         return True
+
+
+@dataclass(slots=True)
+class Pace:
+    """Whether somebody keeps sending more than time passes: a sound card of another rate."""
+
+    per_second: float
+    most: float
+    """So many times as much."""
+    window_ns: int = 10 * NS_PER_S
+    _got: float = 0.0
+    _since_ns: int | None = None
+
+    def too_fast(self, amount: float, now_ns: int) -> float | None:
+        """Count ``amount``; at the end of a window that had too much, what came per second."""
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        self._got += amount
+        passed_ns = now_ns - self._since_ns
+        if passed_ns < self.window_ns:
+            return None
+        rate = self._got * NS_PER_S / passed_ns
+        self._got, self._since_ns = 0.0, now_ns
+        return rate if rate > self.most * self.per_second else None

@@ -26,7 +26,7 @@ from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
 from appliance.frame_ring import ChannelError, DownlinkHeader, Outcome, UplinkHeader
 from appliance.lines import wire
 from appliance.lines.jitter import Intake
-from appliance.lines.limits import Bucket
+from appliance.lines.limits import Bucket, Pace
 from appliance.lines.ogg import OPUS_RATE_HZ, OggError
 from appliance.lines.stretch import Stretcher
 from appliance.lines.transcript import PieceText
@@ -68,6 +68,9 @@ was held up somewhere, ten times over in bytes."""
 AUDIO_BURST_SAMPLES = 4 * OPUS_RATE_HZ
 """Audio that is decoded at once; beyond it twice real time is. What is more is not decoded, since
 a page of 300 bytes may claim 30 s of it."""
+
+TOO_FAST = 1.6
+"""So many seconds of audio per second, for ten of them, are no voice but another sample rate."""
 
 PAY_BACK_TICKS = 6
 """So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
@@ -141,6 +144,7 @@ class WebCall:
         self._messages = Bucket(MESSAGES_PER_S, MESSAGES_BURST)
         self._bytes = Bucket(BYTES_PER_S, BYTES_BURST)
         self._audio = Bucket(2 * OPUS_RATE_HZ, AUDIO_BURST_SAMPLES)
+        self._pace = Pace(OPUS_RATE_HZ, TOO_FAST)
         self._dropped_pages = 0
         self._to_box: list[control.ToBox] = []
 
@@ -182,6 +186,12 @@ class WebCall:
             return
         for part in found:
             self._heard_ns = now_ns
+            if self.state is State.TALKING:
+                fast = self._pace.too_fast(part.samples, now_ns)
+                if fast is not None:
+                    detail = f"{fast / OPUS_RATE_HZ:.1f} s of audio come per second; send 24 kHz"
+                    self._close(Ending.MEDIA, detail, now_ns)
+                    return
             # Before the handshake audio is nobody's: a backlog would be lag for the whole call.
             wanted = self.state is State.TALKING and self._audio.take(part.samples, now_ns)
             pcm = self._voice.decode(part) if wanted else np.zeros(0, np.float32)

@@ -27,7 +27,7 @@ polling, encoding (1.4 ms each on the machine this was written on), and a late e
 EASE_NS = 4 * NS_PER_MS
 """What every frame should have to spare, so that the next slightly slower one moves nothing."""
 
-GIVE_NS = 250_000
+GIVE_NS = 400_000
 """By how much a frame leaves earlier than the one before, while all have more than they need."""
 
 LOOKED_AT = 256

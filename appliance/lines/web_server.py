@@ -65,6 +65,9 @@ SEEK_S = 1.0
 STOP_NS = 15 * NS_PER_S
 """Longest from `stop` to the end: `web_call.SETTLE_NS`, and a box that has yet to answer a Join."""
 
+REQUEST_S = 10.0
+"""How long a connection may be open without a whole request: it is closed then."""
+
 CONNECTS_PER_S, CONNECTS_BURST = 20, 200
 
 MEMORY_POINTS = 32

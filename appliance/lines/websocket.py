@@ -138,7 +138,7 @@ async def _serve(
 
     from appliance import log
     from appliance.lines.transcript import PiecesError
-    from appliance.lines.web_server import WebServer
+    from appliance.lines.web_server import REQUEST_S, WebServer
     from engines.bundle import BundleError
 
     log.set_up()
@@ -147,7 +147,9 @@ async def _serve(
     except (BundleError, PiecesError) as err:
         boxes.close()
         return _fail(str(err), 2)
-    runner = AppRunner(server.app(), access_log=None, handler_cancellation=True)
+    runner = AppRunner(
+        server.app(), access_log=None, handler_cancellation=True, keepalive_timeout=REQUEST_S
+    )
     await runner.setup()
     try:
         site = TCPSite(runner, host, port, ssl_context=context)

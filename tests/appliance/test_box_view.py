@@ -72,7 +72,7 @@ def test_as_many_sessions_as_are_told_fit_into_one_message() -> None:
     view = seen.view(lambda age: 10**11)
     assert view.left_out == 5
     assert isinstance(view.sessions[0], SessionView)
-    report = control.Report(1, True, False, *[2**40] * 9, view=view)
+    report = control.Report(1, True, False, 2**40, 9, 9, 9, 9, 9, -(2**40), -(2**40), 9, view=view)
     raw = control.encode(report)
     assert len(raw) < control.LIMIT_BYTES
     assert control.decode_from_box(raw) == report

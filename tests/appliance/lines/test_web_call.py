@@ -25,6 +25,8 @@ from appliance.lines import web_call, web_pace
 from appliance.lines.ogg import PageSplitter
 from appliance.lines.opus import OpusIn, OpusOut
 from appliance.lines.web_call import State, WebCall
+from appliance.lines.web_pace import TickTimes
+from appliance.lines.web_voice import OPUS, PCM
 from appliance.lines.wire import Ending, Wish
 from tests.web_clients import PageBuffer
 
@@ -155,8 +157,8 @@ class Sim:
         return {outcome: sorted(i for i, o in self.receipts if o == outcome) for outcome in Outcome}
 
 
-def start(wish: Wish | None = None) -> Sim:
-    call = WebCall(1, wish or Wish({}), "127.0.0.1", WELCOME, PIECES, 0)
+def start(wish: Wish | None = None, subprotocol: str = "", times: TickTimes | None = None) -> Sim:
+    call = WebCall(1, wish or Wish({}), "127.0.0.1", WELCOME, PIECES, 0, subprotocol, times)
     channel = Channel.create(f"dbx-test-web-{id(call)}-{next(_names)}", SAMPLES)
     return Sim(call, channel)
 
@@ -367,6 +369,73 @@ def test_thirty_seconds_of_audio_at_once_are_not_decoded_into_lag(sim: Sim) -> N
     lag_ms = sim.call.figures().arrived_to_tick
     assert lag_ms is not None
     assert lag_ms.p50_ms < 200
+
+
+@pytest.mark.parametrize(("times", "ends"), [(1, False), (2, True)])
+def test_samples_of_another_rate_are_told_so(times: int, ends: bool) -> None:
+    sim = start(subprotocol=PCM)
+    sim.sends = False
+    sim.admit()
+    while sim.at_ms < 25_000 and sim.call.ending is None:
+        sim.call.receive(b"\x01" + bytes(2 * 480 * times), sim.at_ms * MS)  # every 20 ms
+        sim.run(sim.at_ms + 20)
+    assert (sim.call.ending is not None) == ends
+    if sim.call.ending is not None:
+        assert sim.call.ending == (
+            Ending.MEDIA,
+            "2.0 s of audio come per second; send 24 kHz",
+        )
+    sim.channel.close()
+    sim.channel.unlink()
+
+
+def test_half_a_minute_before_the_handshake_is_nobodys() -> None:
+    sim = start(Wish({}, voice="alto"))  # whose prompt takes the box so long
+    sim.run(30_000)
+    sim.admit()
+    sim.run(33_000)
+    assert sim.call.figures().dropped_pages == 25 * 30
+    lag_ms = sim.call.figures().arrived_to_tick
+    assert lag_ms is not None
+    assert lag_ms.p99_ms < 100
+    sim.channel.close()
+    sim.channel.unlink()
+
+
+def test_a_page_of_ours_is_told_how_its_call_goes(sim: Sim) -> None:
+    ours = start(subprotocol=OPUS)
+    ours.admit()
+    ours.run(5000)
+    told = [json.loads(m[1:])["pulse"] for _, m in ours.heard if m[0] == 4]
+    frames = len(ours.audio_ms())
+    assert len(told) == frames // 6
+    assert told[-1]["frames"] == frames // 6 * 6
+    assert all(margin == 75 for one in told for margin in one["margins_ms"])
+    assert (told[-1]["late"], told[-1]["filled"], told[-1]["lag_frames"]) == (0, 0, 0)
+    ours.channel.close()
+    ours.channel.unlink()
+    sim.admit()
+    sim.run(5000)
+    assert 4 not in sim.kinds()  # published clients are sent nothing that they do not know
+
+
+def test_frames_leave_soon_after_they_are_made_once_ticks_are_known(sim: Sim) -> None:
+    times = TickTimes(PERIOD_MS * MS)
+    times.forecast_ns = 20 * MS
+    soon = start(times=times)
+    soon.made_ms = lambda tick: 12 if tick < 30 or tick > 60 else 45  # then ticks take longer
+    soon.admit()
+    soon.run(20_000)
+    at_ms = soon.audio_ms()
+    phases = sorted({(ms - T0_MS) % PERIOD_MS for ms in at_ms})
+    assert phases[0] == 30  # the forecast and its guard
+    assert phases[-1] in (45, 46, 47)  # and, once, as much later as was needed
+    assert len(phases) == 2
+    assert soon.outcomes()[Outcome.FILLED] == []
+    gaps = np.diff(at_ms)
+    assert sorted(set(gaps.tolist()) - {PERIOD_MS}) == [PERIOD_MS + phases[-1] - 30]
+    soon.channel.close()
+    soon.channel.unlink()
 
 
 def test_ticks_the_line_overslept_are_left_out_and_nothing_queues(sim: Sim) -> None:
