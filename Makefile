@@ -26,7 +26,7 @@ say = @printf '==> %s\n' "$(1)"
 export OMP_NUM_THREADS = 1
 export MOSHI_PAGE
 
-.PHONY: help demo test style types tests test-lines test-web soak test-gpu clean python-ok
+.PHONY: help demo test style types tests test-sound test-web soak test-gpu clean python-ok
 .DEFAULT_GOAL := help
 # `make -j test` would mix three outputs, and tests that watch the clock want the machine.
 .NOTPARALLEL:
@@ -34,7 +34,7 @@ export MOSHI_PAGE
 help:
 	@echo 'make demo        three callers talk to the box in real time, on this CPU (about a minute)'
 	@echo 'make test        style, types and tests: what CI runs (under 10 minutes on 2 cores)'
-	@echo 'make test-lines  lines against real peers and sound servers; says what apt-get brings them'
+	@echo 'make test-sound  the microphone line with a real sound server; says what apt-get brings it'
 	@echo 'make test-web    the pages in Chromium and Firefox, and the published clients, a minute each'
 	@echo 'make soak        the long runs'
 	@echo 'make test-gpu    the tests that need an NVIDIA GPU and the cuda extra'
@@ -57,13 +57,15 @@ types: $(DEV_STAMP)
 
 tests: $(DEV_STAMP)
 	$(call say,tests of the models and engines: on both cores)
-	@$(PYTEST) -m 'not gpu and not soak and not lines and not web' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not sound and not web' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
 	$(call say,tests of the appliance: many watch the clock, so they have the machine to themselves)
-	@$(PYTEST) -m 'not gpu and not soak and not lines and not web' tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not sound and not web' tests/appliance $(PYTEST_ARGS)
 
-test-lines: $(DEV_STAMP)
-	$(call say,lines: against real peers and devices that are none of the test suite's own)
-	@$(PYTEST) -m lines tests/appliance/lines $(PYTEST_ARGS)
+# Needs: apt-get install --no-install-recommends pulseaudio pulseaudio-utils libasound2-plugins \
+#        libportaudio2
+test-sound: $(DEV_STAMP)
+	$(call say,sound: duplexbox appliance talk with the real sound library)
+	@$(PYTEST) -m sound tests/appliance/lines $(PYTEST_ARGS)
 	$(call say,from mouth to ear through a sound server without hardware; it takes a minute)
 	@$(DEV)/bin/python -m bench.mouth_to_ear --pulse
 

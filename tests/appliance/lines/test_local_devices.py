@@ -1,6 +1,6 @@
 """`duplexbox appliance talk` whole: the real sound library, a real sound server without hardware.
 
-Run by `make test-lines`, which needs what `tests/pulse.py` names; a machine without it fails here
+Run by `make test-sound`, which needs what `tests/pulse.py` names; a machine without it fails here
 and is told the command. Real time; what is asserted does not depend on how fast the machine is.
 """
 
@@ -21,7 +21,7 @@ from appliance import ledger, report
 from appliance.clock import NS_PER_MS, NS_PER_S, MonotonicClock
 from tests.pulse import Pulse
 
-pytestmark = pytest.mark.lines
+pytestmark = pytest.mark.sound
 DEMO = Path(__file__).parents[3] / "appliance" / "demo"
 
 
