@@ -35,10 +35,11 @@ def server_context(where: str, names: Iterable[str], now: datetime | None = None
 
     names: host names and addresses a certificate made here is for. Raises `TlsError`.
     """
+    names = list(names)
     folder = Path.home() / KEPT_IN if where == AUTO else Path(where)
     cert, key = folder / "cert.pem", folder / "key.pem"
     try:
-        if where == AUTO and not _is_good(cert, key, now or datetime.now(UTC)):
+        if where == AUTO and not _is_good(cert, key, names, now or datetime.now(UTC)):
             make_certificate(folder, names, now or datetime.now(UTC))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -94,14 +95,23 @@ def make_certificate(folder: Path, names: Iterable[str], now: datetime) -> None:
             file.write(content)
 
 
-def _is_good(cert: Path, key: Path, now: datetime) -> bool:
-    """Whether what was kept can be used for a while. Raises `ValueError` if it is damaged."""
+def _is_good(cert: Path, key: Path, names: list[str], now: datetime) -> bool:
+    """Whether what was kept can be used for a while, for all of ``names``.
+
+    Raises `ValueError` if it is damaged.
+    """
     from cryptography import x509
 
     if not cert.exists() or not key.exists():
         return False
     found = x509.load_pem_x509_certificate(cert.read_bytes())
-    return found.not_valid_after_utc - now > timedelta(days=RENEW_DAYS)
+    if found.not_valid_after_utc - now <= timedelta(days=RENEW_DAYS):
+        return False
+    try:
+        known = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return False
+    return all(_general(name) in known for name in names)
 
 
 def _general(name: str) -> "x509.GeneralName":

@@ -6,10 +6,12 @@ SIGTERM ends all calls with a close frame that says so; a second one leaves at o
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +23,6 @@ from appliance.lines.tls import AUTO, TlsError, server_context
 
 if TYPE_CHECKING:
     import ssl
-
-    from aiohttp import web
 
     from appliance.lines.web_server import Options, WebServer
 
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen", default=LISTEN, metavar="HOST:PORT", help="where clients connect (%(default)s)"
     )
-    parser.add_argument("--static", type=Path, metavar="DIR", help="a page to serve at /")
+    parser.add_argument(
+        "--static", type=Path, metavar="DIR", help="a page to serve at / in place of our own"
+    )
     parser.add_argument(
         "--tls",
         default="",
@@ -78,7 +80,7 @@ def run_websocket(args: argparse.Namespace) -> int:
     """Serve until SIGTERM. 0: stopped; 1: no box or no port; 2: usage or missing extra."""
     try:
         options, (host, port) = read_options(args), read_listen(args.listen)
-        context = server_context(args.tls, [host]) if args.tls else None
+        context = server_context(args.tls, reachable(host)) if args.tls else None
         boxes = Boxes.connect(args.socket, MonotonicClock())
     except (UsageError, TlsError, control.ControlError) as err:
         return _fail(str(err), 2)
@@ -158,7 +160,8 @@ async def _serve(
         await runner.cleanup()
         boxes.close()
         return _fail(f"{host}:{port} cannot be listened at: {err.strerror}. See --listen", 1)
-    _announce(boxes.welcome, runner, context is not None, host)
+    for said in announcement(boxes.welcome, runner.addresses[0][1], host, options, context):
+        _say(said)
     _stop_on_signals(server)
     _ask_for_niceness()
     try:
@@ -168,23 +171,51 @@ async def _serve(
     return 0
 
 
-def _announce(
+def announcement(
     welcome: control.Welcome,
-    runner: "web.AppRunner",
-    tls: bool,
+    port: int,
     host: str,
-) -> None:
-    if welcome.notice:
-        _say(welcome.notice)
-    name, port = runner.addresses[0][:2]
+    options: "Options",
+    context: "ssl.SSLContext | None",
+) -> list[str]:
+    """What an operator must know to open the pages, a line each."""
+    name = reachable(host)[0]
     shown = f"[{name}]" if ":" in name else name
-    _say(f"{welcome.model} answers at {'https' if tls else 'http'}://{shown}:{port}/")
+    url = f"{'http' if context is None else 'https'}://{shown}:{port}/"
+    lines = [welcome.notice] if welcome.notice else []
+    lines += [f"{welcome.model} answers at {url}", f"how the box is: {url}box"]
+    if options.token:
+        lines.append(f"both ask for the token once: {url}?token=...")
+    if context is not None:
+        lines.append("a certificate of its own is asked about once in every browser: accept it")
+    elif not _is_local(host):
+        lines.append(
+            "without --tls browsers on other machines will not give this page a microphone"
+        )
+    return lines
+
+
+def reachable(host: str) -> list[str]:
+    """Names and addresses at which ``host`` is reached, the one to show first."""
     try:
-        local = ipaddress.ip_address(host).is_loopback
+        everywhere = ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        local = host == "localhost"
-    if not tls and not local:
-        _say("without --tls browsers on other machines will not give this page a microphone")
+        everywhere = False
+    if not everywhere:
+        return [host]
+    found = [socket.gethostname()]
+    # Which address other machines would use; a datagram socket that is connected sends nothing.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        found.insert(0, probe.getsockname()[0])
+    return found
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _stop_on_signals(server: "WebServer") -> None:

@@ -62,3 +62,16 @@ def test_a_folder_without_a_certificate_is_one_line(tmp_path: Path, home: Path) 
     (home / "key.pem").write_text("junk")
     with pytest.raises(TlsError, match=r"Remove cert.pem and key.pem"):
         server_context(AUTO, [])
+
+
+def test_a_kept_certificate_that_lacks_a_name_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    server_context(AUTO, ["127.0.0.1"])
+    cert = tmp_path / KEPT_IN / "cert.pem"
+    first = cert.read_bytes()
+    server_context(AUTO, ["127.0.0.1", "localhost"])
+    assert cert.read_bytes() == first
+    server_context(AUTO, ["192.0.2.7"])  # the machine got another address
+    assert cert.read_bytes() != first

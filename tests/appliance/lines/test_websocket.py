@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -14,11 +15,19 @@ import pytest
 from aiohttp import ClientSession
 from yarl import URL
 
+from appliance import control
 from appliance.demonstration import BUNDLE
 from appliance.lines.limits import Bucket
 from appliance.lines.tls import KEPT_IN
-from appliance.lines.web_server import may_call
-from appliance.lines.websocket import UsageError, add_arguments, read_listen, read_options
+from appliance.lines.web_server import Options, may_call
+from appliance.lines.websocket import (
+    UsageError,
+    add_arguments,
+    announcement,
+    reachable,
+    read_listen,
+    read_options,
+)
 from tests.fakes_line import FakeBox
 from tests.web_clients import call
 
@@ -60,6 +69,27 @@ def test_options_are_checked_before_anything_starts(tmp_path: Path) -> None:
         read_options(parse("--static", str(tmp_path)))
     with pytest.raises(UsageError, match="--most 0: expected 1 to"):
         read_options(parse("--most", "0"))
+
+
+def test_what_an_operator_is_told_is_what_to_open() -> None:
+    welcome = control.Welcome(
+        *(control.PROTOCOL, "b", "moshi", False, "noise", 1, 1, 1, 0, "p", (0,))
+    )
+    plain = announcement(welcome, 8998, "127.0.0.1", Options(Path("s")), None)
+    assert plain == [
+        "noise",
+        "moshi answers at http://127.0.0.1:8998/",
+        "how the box is: http://127.0.0.1:8998/box",
+    ]
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    guarded = announcement(welcome, 443, "::1", Options(Path("s"), token="x" * 16), tls)
+    assert "moshi answers at https://[::1]:443/" in guarded
+    assert any("?token=" in said for said in guarded)
+    assert not any("x" * 16 in said for said in guarded)
+    everywhere = announcement(welcome, 8998, "0.0.0.0", Options(Path("s")), None)
+    assert not any("0.0.0.0" in said for said in everywhere)
+    assert "microphone" in everywhere[-1]
+    assert reachable("0.0.0.0")[-1] == socket.gethostname()
 
 
 def test_origins() -> None:
