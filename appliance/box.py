@@ -73,7 +73,7 @@ class Box:
         try:
             kept = config.ledger
             keep = Keep(kept.keep_days, kept.keep_mb * 2**20, kept.min_free_mb * 2**20)
-            self.ledger = LedgerWriter(kept.folder, ring, clock, keep)
+            self.ledger = LedgerWriter(kept.folder, ring, clock, keep, self._priority // 2)
         except OSError as err:
             raise ConfigError(
                 f"[ledger] folder {config.ledger.folder}: {err.strerror or err}. "

@@ -6,8 +6,7 @@ made together by `prepare`, before anybody hears of the session. Decides nothing
 """
 
 import os
-import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from appliance import control
 from appliance.admission import Reason, Refusal
@@ -16,9 +15,10 @@ from appliance.clock import wall_stamp
 from appliance.frame_ring import ChannelError
 from appliance.leases import Lease
 from appliance.ledger import Header, Why
+from appliance.line_sockets import Connection
 from appliance.priming import Job
 from appliance.seat import Seat
-from appliance.session import Event, Session, SessionId, State
+from appliance.session import Event, Session, State
 from appliance.side_models import SideModels
 from appliance.tap import Tap
 from engines.bundle import Bundle
@@ -34,18 +34,6 @@ ENDED: dict[Event, Why] = {
 
 UNDER_WAY = (State.PRIMING, State.ADMITTED, State.LIVE, State.RESETTING)
 """What a box that stops must end."""
-
-
-@dataclass(eq=False, slots=True)
-class Connection:
-    """One line's end of the control socket."""
-
-    socket: socket.socket
-    sessions: set[SessionId] = field(default_factory=set)
-
-    @property
-    def is_open(self) -> bool:
-        return self.socket.fileno() >= 0
 
 
 @dataclass(slots=True)

@@ -40,6 +40,7 @@ from appliance.ledger import (
     file_name,
     seal,
 )
+from appliance.realtime import ask_for_priority
 from appliance.retention import Keep, remove
 from appliance.side_report import SideReport
 
@@ -156,9 +157,17 @@ class LedgerWriter:
     """All call files of one box. `open`, `settle`, `finish` and `closed` belong to control."""
 
     def __init__(
-        self, folder: Path, ring: RecordRing, clock: Clock, keep: Keep | None = None
+        self,
+        folder: Path,
+        ring: RecordRing,
+        clock: Clock,
+        keep: Keep | None = None,
+        priority: int = 0,
     ) -> None:
-        """keep: how much of old calls; None: all. Raises `OSError` when ``folder`` is unusable."""
+        """keep: how much of old calls; None: all. priority: of the thread; see `realtime`.
+
+        Raises `OSError` when ``folder`` is unusable.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "the ledger's folder cannot be written to", str(folder))
@@ -180,6 +189,7 @@ class LedgerWriter:
         self._calls: dict[int, _CallFile] = {}
         self._failing = False
         self._keep = keep or Keep()
+        self._priority = priority
         self._kept_ns = clock.now_ns() - RETENTION_NS
         self._table: CallTable | None = None
         self._rows: list[CallRow] = []
@@ -211,6 +221,7 @@ class LedgerWriter:
 
     def _run(self) -> None:
         try:
+            ask_for_priority(self._priority, "the ledger's thread")
             while not self._stop.wait(POLL_S):
                 self.pump()
             self.pump()

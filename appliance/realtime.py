@@ -1,7 +1,9 @@
 """Real-time priority for the thread that ticks. The machine's decision, asked for once.
 
-SCHED_FIFO puts the tick thread ahead of every ordinary process when both want a core. It does not
-help against the interpreter lock, nor against other threads of that priority.
+SCHED_FIFO puts the tick thread ahead of every ordinary process when both want a core. That does
+not help against the interpreter lock: another thread of ours that holds it, and has lost its core
+to an ordinary process, holds up the tick for as long as that runs. So the other threads of the box
+ask for half its priority: below the tick thread, and not at the mercy of the rest of the machine.
 """
 
 import logging
@@ -10,7 +12,7 @@ import os
 logger = logging.getLogger(__name__)
 
 
-def ask_for_priority(priority: int) -> bool:
+def ask_for_priority(priority: int, who: str = "the tick thread") -> bool:
     """Give the calling thread SCHED_FIFO at ``priority``, 1 to 99; 0 asks for nothing.
 
     Returns whether it was given. Where it is not allowed the box runs all the same, with one line
@@ -23,11 +25,12 @@ def ask_for_priority(priority: int) -> bool:
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(priority))
     except (OSError, AttributeError) as err:
         logger.info(
-            "the tick thread has no real-time priority: %s. It needs LimitRTPRIO=%d in its unit, "
+            "%s has no real-time priority: %s. It needs LimitRTPRIO=%d in its unit, "
             "or CAP_SYS_NICE; [clock] realtime_priority = 0 does without",
+            who,
             getattr(err, "strerror", None) or err,
             priority,
         )
         return False
-    logger.info("the tick thread has real-time priority %d", priority)
+    logger.info("%s has real-time priority %d", who, priority)
     return True

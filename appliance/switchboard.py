@@ -11,7 +11,6 @@ so the tick thread never waits for a line, and no line keeps a slot by not answe
 
 import logging
 import secrets
-import selectors
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +19,17 @@ import msgspec
 
 from appliance import control
 from appliance.admission import Reason, Refusal, admit
-from appliance.calls import ENDED, UNDER_WAY, Call, Connection, prepare
+from appliance.calls import ENDED, UNDER_WAY, Call, prepare
 from appliance.clock import NS_PER_S, Clock
 from appliance.config import AdmissionConfig, ClockConfig
 from appliance.foresight import Foresight
 from appliance.leases import Lease, Leases
 from appliance.ledger import Why
 from appliance.ledger_writer import LedgerWriter
-from appliance.listener import Listener
+from appliance.line_sockets import Came, Connection, LineSockets, Lost, Said
 from appliance.log import Seldom
 from appliance.priming import Job
+from appliance.realtime import ask_for_priority
 from appliance.reception import Reception
 from appliance.reporter import Counted, Reporter
 from appliance.seat import Arrive, Depart, FromTick, Left, Primed, Restart, Restarted, WentLive
@@ -41,10 +41,6 @@ from engines.bundle import Bundle
 from engines.executor import OnDevice
 
 logger = logging.getLogger(__name__)
-
-MOST_LINES = 64
-"""Connections at once: far more line processes than a box has lines, and few enough that they
-cannot use up the descriptors that calls need."""
 
 REST_S = 0.001
 """Between two passes, so at most this often a line is listened to: one message a pass."""
@@ -108,12 +104,8 @@ class Switchboard:
         self._reporter = Reporter(
             bundle.manifest, loop, ledger, self._leases, self.foresight, reception, beside
         )
-        self._selector = selectors.DefaultSelector()
-        self._listener = Listener(path)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        # What a peer can cause at will is logged seldom, each kind for itself.
-        self._cut_off = Seldom(logger, logging.WARNING)
-        self._turned_away = Seldom(logger, logging.WARNING)
+        self._lines = LineSockets(path)
+        # What a peer can cause at will is logged seldom.
         self._refused = Seldom(logger, logging.INFO)
         self._thread = threading.Thread(target=self._run, name="control")
 
@@ -150,14 +142,11 @@ class Switchboard:
             call.channel.close()
             call.channel.unlink()
         self._calls.clear()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Connection):
-                key.data.socket.close()
-        self._selector.close()
-        self._listener.close()
+        self._lines.close()
 
     def _run(self) -> None:
         try:
+            ask_for_priority(self._policy.realtime_priority // 2, "the control thread")
             while not self._stop:
                 self.serve_once(POLL_S)
                 # A line that never stops sending must leave the interpreter to the tick thread.
@@ -168,11 +157,14 @@ class Switchboard:
 
     def serve_once(self, timeout_s: float) -> None:
         """One pass: messages, news from tick and ledger, time limits. Tests call it directly."""
-        for key, _ in self._selector.select(timeout_s):
-            if key.data is None:
-                self._accept()
-            else:
-                self._read(key.data)
+        for event in self._lines.poll(timeout_s, self._clock.now_ns()):
+            match event:
+                case Came(connection):
+                    self._welcome(connection)
+                case Said(connection, raw):
+                    self._read(connection, raw)
+                case Lost(connection):
+                    self._lose(connection)
         if self._ledger.failure is not None:
             raise self._ledger.failure
         self._hear_reception()
@@ -191,37 +183,17 @@ class Switchboard:
 
     # --- lines
 
-    def _accept(self) -> None:
-        lines = len(self._selector.get_map()) - 1  # the listener is in it, too
-        peer, problem = self._listener.accept(has_room=lines < MOST_LINES)
-        if peer is None:
-            now_ns = self._clock.now_ns()
-            self._turned_away.say(now_ns, "a line was not let in: %s; %d are", problem, lines)
-            return
-        connection = Connection(peer)
-        self._selector.register(peer, selectors.EVENT_READ, connection)
+    def _welcome(self, connection: Connection) -> None:
         t0_ns, reception = self._loop.grid.t0_ns, self._reception
         voices, persona = reception.voices, reception.takes_persona
         self._send(connection, control.welcome(self._bundle, t0_ns, voices, persona))
 
-    def _read(self, connection: Connection) -> None:
-        if not connection.is_open:
-            return  # dropped by something earlier in this pass
-        try:
-            raw = connection.socket.recv(control.LIMIT_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            raw = b""
-        if not raw:
-            self._lose(connection)
-            return
+    def _read(self, connection: Connection, raw: bytes) -> None:
         try:
             message = control.decode_to_box(raw)
         except control.ControlError as err:
             now_ns = self._clock.now_ns()
-            self._cut_off.say(now_ns, "a line was cut off: it sent %d bytes, %s", len(raw), err)
-            self._lose(connection)
+            self._lines.cut_off(connection, f"it sent {len(raw)} bytes, {err}", now_ns)
             return
         match message:
             case control.Join():
@@ -244,19 +216,10 @@ class Switchboard:
             self._depart(call, Event.LEAVE)
 
     def _send(self, connection: Connection, message: control.FromBox) -> None:
-        try:
-            connection.socket.send(control.encode(message))
-        except OSError as err:  # full, because the line does not read, or closed
-            now_ns, why = self._clock.now_ns(), err.strerror or err
-            self._cut_off.say(now_ns, "a line was cut off: it does not read (%s)", why)
-            self._lose(connection)
+        self._lines.send(connection, control.encode(message), self._clock.now_ns())
 
     def _lose(self, connection: Connection) -> None:
         """The line is gone; its calls follow, each at its own next boundary."""
-        if not connection.is_open:
-            return
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
         for session in list(connection.sessions):
             call = self._calls[session]
             call.connection = None

@@ -9,9 +9,9 @@ import pytest
 
 from appliance import control
 from appliance.control import ControlClient
+from appliance.line_sockets import MOST_LINES
 from appliance.seat import Depart, ToTick
 from appliance.session import Event, SessionId
-from appliance.switchboard import MOST_LINES
 from tests.appliance.test_box import DEADLINE_S, Line, Running
 
 
@@ -42,7 +42,7 @@ def test_more_lines_than_there_is_room_for_are_turned_away_and_no_call_notices(
     well.client.close()
     for other in others:
         other.close()
-    running.wait_for(lambda: len(running.box.switchboard._selector.get_map()) == 1)
+    running.wait_for(lambda: len(running.box.switchboard._lines) == 0)
     ControlClient.connect(path).close()
 
 
