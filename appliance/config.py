@@ -102,8 +102,8 @@ class AdmissionConfig(_Table, frozen=True):
     shed_after: Annotated[int, Meta(ge=2, le=1000)] = 3
     """Steps in a row that may each take longer than the period before the newest session is sent
     away; four times as many that may be late. A stall is one slow step, however long it is."""
-    calibrate_s: Annotated[int, Meta(ge=1, le=600)] = 3
-    """How long steps are timed at each start, before anybody is let in."""
+    calibrate_s: Annotated[int, Meta(ge=0, le=600)] = 3
+    """How long steps are timed at each start, before anybody is let in; 0: the fewest that tell."""
 
     def __post_init__(self) -> None:
         if self.policy == "statistical" and not self.call_lengths_s:
@@ -218,7 +218,7 @@ call_lengths_s = []     # how long calls last, each as likely; for "statistical"
 min_margin_ms = 8       # refuse newcomers once the p99.9 tick would end closer to its deadline
 calm_s = 10             # how long margins must be wide again before newcomers are let in
 shed_after = 3          # steps in a row that may overrun before the newest session must go
-calibrate_s = 3         # how long steps are timed at each start
+calibrate_s = 3         # how long steps are timed at each start; 0: as short as can be
 
 [persona]
 snapshots = "/var/lib/duplexbox/personas"   # what personas leave in the model, for the next caller

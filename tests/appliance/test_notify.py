@@ -114,6 +114,7 @@ def test_the_loop_feeds_the_watchdog_and_a_hanging_loop_does_not(
     (tmp_path / "duplexbox.toml").write_text(
         f'[engine]\nbundle = "{tmp_path}/bundle"\n[clock]\ndrain_s = 0\n'
         f'[control]\nsocket = "{tmp_path}/c.sock"\n[ledger]\nfolder = "{tmp_path}/calls"\n'
+        "[admission]\ncalibrate_s = 0\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, str(tmp_path), "hang"],
@@ -151,6 +152,7 @@ def test_a_drained_box_says_so_and_asks_for_its_time(tmp_path: Path, systemd: Sy
     (tmp_path / "duplexbox.toml").write_text(
         f'[engine]\nbundle = "{tmp_path}/bundle"\n[clock]\ndrain_s = 0\nsettle_s = 2\n'
         f'[control]\nsocket = "{tmp_path}/c.sock"\n[ledger]\nfolder = "{tmp_path}/calls"\n'
+        "[admission]\ncalibrate_s = 0\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, str(tmp_path)],

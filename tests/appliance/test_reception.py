@@ -73,7 +73,7 @@ class Talking:
             clock=ClockConfig(drain_s=0, settle_s=1, first_frame_s=5),
             control=ControlConfig(socket),
             ledger=LedgerConfig(folder / "calls"),
-            admission=AdmissionConfig(calibrate_s=1, min_margin_ms=0),
+            admission=AdmissionConfig(calibrate_s=0, min_margin_ms=0),
             persona=PersonaConfig(folder / "kept", keep_mb=10, within_s=within_s),
         )
         self.box = Box(config, self.executor, MonotonicClock(), 2**30)
