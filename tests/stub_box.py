@@ -30,7 +30,7 @@ def main(folder: Path, slots: int) -> None:
         clock=ClockConfig(drain_s=0),
         control=ControlConfig(folder / "box.sock"),
         ledger=LedgerConfig(folder / "calls"),
-        admission=AdmissionConfig(calibrate_s=1, min_margin_ms=0),
+        admission=AdmissionConfig(calibrate_s=0, min_margin_ms=0),
     )
     box = Box(config, FakeExecutor(bundle, slots), MonotonicClock(), 2**34)
     for number in (signal.SIGTERM, signal.SIGINT):
