@@ -61,7 +61,7 @@ class Stand:
             f'[control]\nsocket = "{self.socket}"\n'
             f'[ledger]\nfolder = "{self.folder / "calls"}"\n'
             f'[persona]\nsnapshots = "{self.folder / "personas"}"\n'
-            "[admission]\nmin_margin_ms = 0\ncalibrate_s = 1\n"
+            "[admission]\nmin_margin_ms = 0\ncalibrate_s = 0\n"
         )
         self.box = _command("serve", "--config", str(config), log=self.folder / "box.log")
         self.wait_until_ready()
