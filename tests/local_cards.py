@@ -63,6 +63,8 @@ class Card:
     """A card whose clock is so many ppm fast."""
 
     ppm: float = 0.0
+    speaker_ppm: float | None = None
+    """None: one clock for both directions, as a card has."""
     source: Source = silence
     late_ns: Callable[[int], int] = lambda block: 0
     """How late the callbacks of a block are."""
@@ -70,6 +72,7 @@ class Card:
     """Whether what is played is kept."""
     exchange: Exchange = field(default_factory=lambda: Exchange(CARD_HZ, BLOCK))
     blocks: int = 0
+    speaker_blocks: int = 0
     out: list[NDArray[np.float32]] = field(default_factory=list)
     stands: bool = False
     """No callbacks, as if it had gone."""
@@ -78,16 +81,30 @@ class Card:
 
     @property
     def next_ns(self) -> int:
+        return min(self._hears_ns, self._plays_ns)
+
+    def call_back(self, now_ns: int) -> None:
+        if self._hears_ns <= now_ns:
+            if not self.stands:
+                self.exchange.hear(self.source(self.blocks * BLOCK, BLOCK), now_ns)
+            self.blocks += 1
+        if self._plays_ns <= now_ns:
+            if not self.stands:
+                self.exchange.play(self._buffer, now_ns)
+                if self.keep:
+                    self.out.append(self._buffer.copy())
+            self.speaker_blocks += 1
+
+    @property
+    def _hears_ns(self) -> int:
         at = (self.blocks + 1) * BLOCK * NS_PER_S / (CARD_HZ * (1 + self.ppm / 1e6))
         return round(at) + self.late_ns(self.blocks)
 
-    def call_back(self, now_ns: int) -> None:
-        if not self.stands:
-            self.exchange.hear(self.source(self.blocks * BLOCK, BLOCK), now_ns)
-            self.exchange.play(self._buffer, now_ns)
-            if self.keep:
-                self.out.append(self._buffer.copy())
-        self.blocks += 1
+    @property
+    def _plays_ns(self) -> int:
+        ppm = self.ppm if self.speaker_ppm is None else self.speaker_ppm
+        at = (self.speaker_blocks + 1) * BLOCK * NS_PER_S / (CARD_HZ * (1 + ppm / 1e6))
+        return round(at) + self.late_ns(self.speaker_blocks)
 
     def played(self) -> NDArray[np.float32]:
         return np.concatenate(self.out)

@@ -175,7 +175,9 @@ def test_while_the_card_is_gone_the_model_hears_silence_and_its_frames_are_disca
     away = outcomes(sim)
     assert away[Outcome.DELIVERED] <= before[Outcome.DELIVERED] + 1
     assert away[Outcome.DISCARDED] >= 23
-    sim.card = Card(source=tone(440), blocks=sim.card.blocks)
+    sim.card = Card(
+        source=tone(440), blocks=sim.card.blocks, speaker_blocks=sim.card.speaker_blocks
+    )
     sim.attach()
     sim.run(7 * NS_PER_S)
     back = outcomes(sim)
@@ -222,20 +224,28 @@ def test_ticks_that_the_box_missed_are_no_lag_for_long(sim: Sim) -> None:
     assert sim.call._took.whole[-1] / MS < typical_ms + 20
 
 
-def test_a_loop_through_the_room_is_not_heard_by_the_model() -> None:
-    """The whole way: the card's callbacks jitter, and its clock is not the box's."""
+@pytest.mark.parametrize(
+    ("ppm", "speaker_ppm"), [(80.0, None), (60.0, -60.0)], ids=["one card", "two cards"]
+)
+def test_a_loop_through_the_room_is_not_heard_by_the_model(
+    ppm: float, speaker_ppm: float | None
+) -> None:
+    """The whole way: callbacks jitter, and neither clock is the box's."""
     far = speech("delivery", 12)[::2]  # at the model's rate, near enough
 
     def says(tick: int) -> Audio:
         return np.take(far, range(tick * SAMPLES, (tick + 1) * SAMPLES), mode="wrap")
 
-    delay = 90 * CARD_HZ // 1000
-    card = Card(ppm=80, late_ns=jittery)
+    card = Card(ppm=ppm, speaker_ppm=speaker_ppm, late_ns=jittery)
+    ratio = 1.0 if speaker_ppm is None else (1 + speaker_ppm / 1e6) / (1 + ppm / 1e6)
 
     def room(start: int, size: int) -> Audio:
-        out = np.zeros(size, np.float32)
-        card.exchange.played.copy(start - delay, out)
-        return out * np.float32(10 ** (-10 / 20))
+        at = (start + np.arange(size) - 0.09 * CARD_HZ) * ratio
+        first = int(np.floor(at[0]))
+        near = np.zeros(size + 2, np.float32)
+        card.exchange.played.copy(first, near)
+        heard = np.interp(at - first, np.arange(size + 2), near) * 10 ** (-10 / 20)
+        return np.asarray(heard, np.float32)
 
     card.source = room
     sim = Sim(card, EchoCanceller(CARD_HZ), turn_ns=4 * MS, says=says)
