@@ -275,6 +275,7 @@ def _run_box(args: argparse.Namespace) -> int:
         PersonaConfig,
     )
     from appliance.line_process import LineProcess
+    from appliance.listener import SocketTaken
     from engines.bundle import BundleError
 
     out: Path = args.out or Path("out") / f"talk-{wall_stamp()}"
@@ -288,7 +289,7 @@ def _run_box(args: argparse.Namespace) -> int:
         )
         try:
             box = open_box(config)
-        except (ConfigError, BundleError) as err:
+        except (ConfigError, BundleError, SocketTaken) as err:
             return _fail(str(err), 1)
         model = box.executor.bundle.manifest.model
         _say(f"{model.name} gets ready; the ledger goes to {out / 'ledger'}")
@@ -304,6 +305,8 @@ def _run_box(args: argparse.Namespace) -> int:
         line.start()
         try:
             box.run()
+        except ConfigError as err:
+            return _fail(str(err), 1)
         finally:
             line.stop()
             for number, handler in before.items():
