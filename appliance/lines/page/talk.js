@@ -158,10 +158,11 @@ function told(pulse) {
   for (const list of [margins, ways]) list.splice(0, Math.max(0, list.length - KEPT));
   const period = facts?.period_ms ?? 80;
   spark(at("margin-line"), margins, { low: -5, high: period, line: 0, most: KEPT });
-  spark(at("lag-line"), ways, { low: 0, high: 250, most: KEPT });
+  spark(at("way-line"), ways, { low: 0, high: 250, most: KEPT });
   const last = (list) => (list.length ? `${list.at(-1).toFixed(0)} ms` : "–");
   at("margin").textContent = last(margins);
-  at("lag").textContent = last(ways) + (pulse.lag_frames ? `, ${pulse.lag_frames} frames behind` : "");
+  at("way").textContent = last(ways);
+  at("lag").textContent = pulse.lag_frames;
   for (const name of ["frames", "late", "concealed", "filled"]) at(name).textContent = pulse[name];
 }
 
@@ -178,7 +179,6 @@ function level(who, peak, playout) {
   }
   if (playout) {
     at("dry").textContent = playout.dry;
-    at("held").textContent = `${playout.held.toFixed(0)} ms`;
     document.body.dataset.heard = playout.got;
   }
 }
@@ -205,7 +205,7 @@ document.addEventListener("keydown", (event) => {
 });
 addEventListener("pagehide", rest);
 
-for (const id of ["margin-line", "lag-line"]) spark(at(id), [], { low: 0, high: 1 });
+for (const id of ["margin-line", "way-line"]) spark(at(id), [], { low: 0, high: 1 });
 show("starting", "Looking for the box…");
 look();
 setInterval(() => { if (!call) look(); }, 5000);
