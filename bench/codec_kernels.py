@@ -23,7 +23,7 @@ from engines import cuda
 from engines.cuda import DevicePtr, Event
 from engines.kernel_stages import COUNTER_BYTES
 from engines.kernels import codec, codec_gemm, codec_kinds
-from engines.kernels.codec_gemm import Choice, Product
+from engines.kernels.codec_gemm import Blocks, Product
 from engines.kernels.codec_kinds import CodecShape
 from engines.kernels.codec_net import Call, Tick, plan_stage
 from engines.kernels.codec_reference import Memory, run
@@ -57,6 +57,12 @@ class Rig:
         noise = np.random.default_rng(1).standard_normal(NOISE_BYTES // 4, np.float32).tobytes()
         for first in range(0, nbytes // 3, NOISE_BYTES):
             cuda.write_device(DevicePtr(self.base + first), noise)
+
+    def close(self) -> None:
+        self.kernels.close()
+        cuda.release(self.base)
+        self.stream.close()
+        self.device.close()
 
     def send(self, memory: Memory) -> None:
         cuda.write_device(DevicePtr(memory.base), memory.raw.tobytes())
@@ -193,7 +199,7 @@ def sweep(device: Rig, shape: CodecShape, batches: Sequence[int]) -> list[dict[s
         for kind in STAGES:
             products: list[Product] = []
 
-            def note(product: Product, batch: int, products: list[Product] = products) -> Choice:
+            def note(product: Product, batch: int, products: list[Product] = products) -> Blocks:
                 products.append(product)
                 return codec_gemm.choose(product, batch)
 
@@ -221,13 +227,16 @@ def times_of(device: Rig, product: Product, batch: int) -> list[dict[str, Any]]:
     out = a + (1 << 30)
     elu = out + (1 << 30)
     parts = elu + (1 << 30)
-    for choice in codec_gemm.choices(product):
+    needed = codec_gemm.parts_floats(product, batch) * 4
+    for blocks in codec_gemm.choices(product):
+        if max(needed, product.rows * batch * product.k * 4) > 1 << 30:
+            continue
         calls = []
         for copy in range(copies):
             name, launch, params = codec_gemm.launch(
                 product,
                 batch,
-                choice,
+                blocks,
                 a=a,
                 a_session=product.rows * product.k,
                 a_row=product.k,
@@ -240,27 +249,19 @@ def times_of(device: Rig, product: Product, batch: int) -> list[dict[str, Any]]:
                 elu_session=product.rows * product.n,
                 elu_row=product.n,
             )
-            params.parts, params.arrivals = parts, base
+            params.parts = parts if product.leaves_parts else 0
             calls.append(Call(name, launch, params, product.name))
-            if choice.is_apart:
+            if product.leaves_parts and product.meets:
                 calls.append(Call("codec_meet", codec_gemm.meet(product, batch), params, ""))
-        needed = codec_gemm.parts_floats(product, batch, choice) * 4
-        if needed > 1 << 30 or product.rows * batch * product.k * 4 > 1 << 30:
-            continue
         us = device.time_us(device.kernels.launches(calls, device.stream)) / copies
-        cut = choice.blocks.name + ("+meet" if choice.is_apart else "")
-        found.append({"cut": cut, "span": choice.span, "us": round(us, 2)})
+        found.append({"cut": blocks.name, "us": round(us, 2)})
     found.sort(key=lambda row: row["us"])
-    chosen_name = chosen.blocks.name + ("+meet" if chosen.is_apart else "")
-    mine = next(
-        (row["us"] for row in found if (row["cut"], row["span"]) == (chosen_name, chosen.span)),
-        float("nan"),
-    )
+    mine = next((row["us"] for row in found if row["cut"] == chosen.name), float("nan"))
     macs = product.k * product.n * product.rows * batch
-    best = ", ".join(f"{row['cut']}/{row['span']} {row['us']}" for row in found[:4])
+    best = ", ".join(f"{row['cut']} {row['us']}" for row in found[:4])
     print(
         f"B={batch:<3} {product.name:<16} {product.rows}x{product.k}x{product.n} "
-        f"chunks {product.chunks}: chosen {chosen_name}/{chosen.span} {mine}; {best}; "
+        f"parts {product.parts}: chosen {chosen.name} {mine}; {best}; "
         f"{macs / found[0]['us'] / 1e6:.1f} TMAC/s"
     )
     key = {"batch": batch, "name": product.name, "rows": product.rows}

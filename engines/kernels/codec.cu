@@ -5,10 +5,10 @@
 
 #include "codec_gemm.cuh"
 
-#define WIDE(NAME, WN, WM, NT, MT, STAGES, BLOCKS, MANY)                        \
+#define WIDE(NAME, WN, WM, NT, MT, STAGES, BLOCKS)                              \
     extern "C" __global__ void __launch_bounds__(WN* WM * 32, BLOCKS)           \
         codec_##NAME(const __grid_constant__ GemmParams p) {                    \
-        gemm_wide<WN, WM, NT, MT, STAGES, MANY>(p);                             \
+        gemm_wide<WN, WM, NT, MT, STAGES>(p);                                   \
     }
 #define DEEP(NAME, NT, MT, BK, STAGES)                                          \
     extern "C" __global__ void __launch_bounds__(DEEP_WARPS * 32)               \
@@ -17,17 +17,16 @@
     }
 
 // columns x rows of a block
-WIDE(wide_32x16, 2, 2, 1, 1, 6, 4, false)
-WIDE(wide_32x32, 2, 2, 1, 2, 5, 4, false)
-WIDE(wide_64x32, 2, 2, 2, 2, 4, 3, false)
-WIDE(wide_64x64, 2, 2, 2, 4, 4, 3, false)
-WIDE(wide_32x128, 1, 4, 2, 4, 3, 3, false)
-WIDE(wide_128x64, 4, 2, 2, 4, 3, 2, false)
-WIDE(wide_64x64_many, 2, 2, 2, 4, 4, 2, true)
-WIDE(wide_128x64_many, 4, 2, 2, 4, 3, 1, true)
+WIDE(wide_32x16, 2, 2, 1, 1, 6, 4)
 DEEP(deep_16x8, 1, 1, 64, 1)
+#ifndef CODEC_SMALLEST  // tests compile those two for every target
+WIDE(wide_32x32, 2, 2, 1, 2, 5, 4)
+WIDE(wide_64x32, 2, 2, 2, 2, 4, 4)
+WIDE(wide_64x64, 2, 2, 2, 4, 4, 4)
+WIDE(wide_32x128, 1, 4, 2, 4, 3, 4)
 DEEP(deep_16x16, 1, 2, 64, 1)
 DEEP(deep_32x32, 2, 4, 16, 2)
+#endif
 
 // What convolutions remember, between regions (C, R) and the rows in front of activations (R, C).
 struct KeptWindow {
@@ -306,8 +305,8 @@ struct BookParams {
     int level, levels, bins, features, sessions, blocks;
 };
 
-constexpr int BOOK_BINS = 16, BOOK_CHUNK = 64, BOOK_CHUNKS = 4, BOOK_SESSIONS = 8;
-constexpr int BOOK_THREADS = 128, BOOK_ROWS = 4;  // sessions a thread sums
+constexpr int BOOK_BINS = 32, BOOK_CHUNK = 64, BOOK_CHUNKS = 4, BOOK_SESSIONS = 8;
+constexpr int BOOK_THREADS = 256;  // a warp per chunk and 16 bins, then one per session
 
 struct Nearest {
     float distance;
@@ -320,88 +319,82 @@ __device__ __forceinline__ Nearest nearer(Nearest x, Nearest y) {
     return take ? y : x;
 }
 
-__device__ __forceinline__ Nearest nearest_of_16(Nearest x) {
+__device__ __forceinline__ Nearest nearest_of_warp(Nearest x) {
 #pragma unroll
-    for (int far = 8; far > 0; far /= 2) {
+    for (int far = 16; far > 0; far /= 2) {
         Nearest y;
-        y.distance = __shfl_xor_sync(~0u, x.distance, far, 16);
-        y.bin = __shfl_xor_sync(~0u, x.bin, far, 16);
+        y.distance = __shfl_xor_sync(~0u, x.distance, far);
+        y.bin = __shfl_xor_sync(~0u, x.bin, far);
         x = nearer(x, y);
     }
     return x;
 }
 
-// One level: grid (bins / 16, books, sessions / 8). blockIdx.y 1 is the semantic book, which shares
-// the first launch with level 1.
+// One level: grid (bins / 32, books, sessions / 8). blockIdx.y 1 is the semantic book, which shares
+// the first launch with level 1. Distances are |c|^2 - 2 x.c; whichever block comes last chooses.
 extern "C" __global__ void __launch_bounds__(BOOK_THREADS)
     codec_level(const __grid_constant__ BookParams p) {
-    constexpr int PITCH = BOOK_CHUNK * BOOK_BINS + 16, ROW = BOOK_CHUNK + 4;
-    __shared__ __align__(16) float sw[BOOK_CHUNKS * PITCH];
-    __shared__ __align__(16) float sa[BOOK_SESSIONS][BOOK_CHUNKS * ROW];
+    constexpr int X_PITCH = BOOK_CHUNK + 4, S_PITCH = BOOK_BINS + 4, W_FLOATS = BOOK_CHUNK * 16;
+    constexpr int FOUND = BOOK_CHUNKS * BOOK_CHUNK / 32;
+    __shared__ __align__(16) float sw[BOOK_THREADS / 32 * W_FLOATS];
+    __shared__ __align__(16) float sx[BOOK_CHUNKS * BOOK_SESSIONS * X_PITCH];
     __shared__ u32 before;
-    int tid = threadIdx.x, is_semantic = blockIdx.y;
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, is_semantic = blockIdx.y;
     int level = is_semantic ? 0 : p.level;
     int bin0 = blockIdx.x * BOOK_BINS, b0 = blockIdx.z * BOOK_SESSIONS;
     const float* book = p.books[level];
-    int chunks = (p.features + BOOK_CHUNK - 1) / BOOK_CHUNK;
-    for (int at = tid; at < chunks * BOOK_CHUNK * (BOOK_BINS / 4); at += BOOK_THREADS) {
-        int k = at / (BOOK_BINS / 4), n = at % (BOOK_BINS / 4) * 4;
-        bool there = k < p.features && bin0 + n < p.bins;
-        const float* from = there ? book + (i64)k * p.bins + bin0 + n : book;
-        copy_async(sw + k / BOOK_CHUNK * PITCH + k % BOOK_CHUNK * BOOK_BINS + n, from, there);
+    int half = warp % 2 * 16, chunk = warp / 2;
+    float* w = sw + warp * W_FLOATS;
+#pragma unroll
+    for (int at = lane; at < W_FLOATS / 4; at += 32) {
+        int k = chunk * BOOK_CHUNK + at / 4, n = bin0 + half + at % 4 * 4;
+        bool there = k < p.features && n < p.bins;
+        copy_async(w + at * 4, there ? book + (i64)k * p.bins + n : book, there);
     }
     wait_for_others();
     let_next_begin();
     const float* left = p.left + (is_semantic ? 0 : p.features);
-    for (int at = tid; at < BOOK_SESSIONS * chunks * (BOOK_CHUNK / 4); at += BOOK_THREADS) {
-        int r = at / (chunks * (BOOK_CHUNK / 4)), k = at % (chunks * (BOOK_CHUNK / 4)) * 4;
+    constexpr int QUADS = BOOK_CHUNKS * BOOK_CHUNK / 4;  // of a session
+#pragma unroll
+    for (int at = tid; at < BOOK_SESSIONS * QUADS; at += BOOK_THREADS) {
+        int r = at / QUADS, k = at % QUADS * 4;
         bool there = b0 + r < p.sessions && k < p.features;
-        const float* from = there ? left + (i64)(b0 + r) * 2 * p.features + k : left;
-        copy_async(&sa[r][k / BOOK_CHUNK * ROW + k % BOOK_CHUNK], from, there);
+        copy_async(sx + (k / BOOK_CHUNK * BOOK_SESSIONS + r) * X_PITCH + k % BOOK_CHUNK,
+                   there ? left + (i64)(b0 + r) * 2 * p.features + k : left, there);
     }
     copy_commit();
     copy_wait<0>();
     __syncthreads();
-    int bin = tid % BOOK_BINS, chunk = tid / BOOK_BINS % BOOK_CHUNKS;
-    int half = tid / (BOOK_BINS * BOOK_CHUNKS) * BOOK_ROWS;
-    float acc[BOOK_ROWS];
+    float sums[2][1][1][4];
+    clear(sums[0]);
+    clear(sums[1]);
+    const float* w_now = w + w_place<16>();
+    const float* x_now = sx + chunk * BOOK_SESSIONS * X_PITCH + x_place<X_PITCH>();
 #pragma unroll
-    for (int r = 0; r < BOOK_ROWS; ++r) acc[r] = 0.0f;
-    if (chunk < chunks) {
-        const float* xw = sw + chunk * PITCH + bin;
-#pragma unroll 4
-        for (int k = 0; k < BOOK_CHUNK; k += 4) {
+    for (int k = 0; k < 32; k += 8)
 #pragma unroll
-            for (int r = 0; r < BOOK_ROWS; ++r) {
-                float4 x = *(const float4*)&sa[half + r][chunk * ROW + k];
-                acc[r] = fmaf(x.x, xw[k * BOOK_BINS], acc[r]);
-                acc[r] = fmaf(x.y, xw[(k + 1) * BOOK_BINS], acc[r]);
-                acc[r] = fmaf(x.z, xw[(k + 2) * BOOK_BINS], acc[r]);
-                acc[r] = fmaf(x.w, xw[(k + 3) * BOOK_BINS], acc[r]);
-            }
-        }
-    }
+        for (int h = 0; h < 2; ++h)
+            multiply_8<1, 1, 16, X_PITCH>(sums[h], w_now + (k + 32 * h) * 16, x_now + k + 32 * h);
     __syncthreads();
-    float* sums = sw;  // (chunks, sessions, bins)
-    if (chunk < chunks)
 #pragma unroll
-        for (int r = 0; r < BOOK_ROWS; ++r)
-            sums[(chunk * BOOK_SESSIONS + half + r) * BOOK_BINS + bin] = acc[r];
+    for (int h = 0; h < 2; ++h)
+        lay_down<1, 1, S_PITCH>(sw + (2 * chunk + h) * BOOK_SESSIONS * S_PITCH + half, sums[h]);
     __syncthreads();
-    int session = tid / BOOK_BINS, b = b0 + session;
-    Nearest mine;
-    mine.distance = __int_as_float(0x7f800000), mine.bin = p.bins;
-    if (b < p.sessions && bin0 + bin < p.bins) {
-        float dot = sums[session * BOOK_BINS + bin];
-        for (int c = 1; c < chunks; ++c)
-            dot += sums[(c * BOOK_SESSIONS + session) * BOOK_BINS + bin];
+    int b = b0 + warp, bin = bin0 + lane;
+    Nearest none, mine;
+    none.distance = __int_as_float(0x7f800000), none.bin = p.bins;
+    mine = none;
+    if (b < p.sessions && bin < p.bins) {
+        float dot = 0.0f;
+        for (int i = 0; i < (p.features + 31) / 32; ++i)
+            dot += sw[(i * BOOK_SESSIONS + warp) * S_PITCH + lane];
         Nearest found;
-        found.distance = fmaf(-2.0f, dot, p.squared[level][bin0 + bin]), found.bin = bin0 + bin;
-        mine = nearer(mine, found);
+        found.distance = fmaf(-2.0f, dot, p.squared[level][bin]), found.bin = bin;
+        mine = nearer(none, found);
     }
-    mine = nearest_of_16(mine);
+    mine = nearest_of_warp(mine);
     i64 line = ((i64)is_semantic * p.sessions + b) * p.blocks;
-    if (bin == 0 && b < p.sessions) {
+    if (lane == 0 && b < p.sessions) {
         __stcg(p.best + line + blockIdx.x, mine.distance);
         __stcg(p.best_at + line + blockIdx.x, mine.bin);
     }
@@ -413,32 +406,27 @@ extern "C" __global__ void __launch_bounds__(BOOK_THREADS)
         if (before == gridDim.x - 1) *arrivals = 0;
     }
     __syncthreads();
-    if (before != gridDim.x - 1) return;
+    if (before != gridDim.x - 1 || b >= p.sessions) return;
     __threadfence();
-    mine.distance = __int_as_float(0x7f800000), mine.bin = p.bins;
-    if (b < p.sessions)
-        for (int i = bin; i < p.blocks; i += BOOK_BINS) {
-            Nearest found;
-            found.distance = __ldcg(p.best + line + i), found.bin = __ldcg(p.best_at + line + i);
-            mine = nearer(mine, found);
-        }
-    mine = nearest_of_16(mine);
-    if (b >= p.sessions) return;
+    mine = none;
+    for (int i = lane; i < p.blocks; i += 32) {
+        Nearest found;
+        found.distance = __ldcg(p.best + line + i), found.bin = __ldcg(p.best_at + line + i);
+        mine = nearer(mine, found);
+    }
+    mine = nearest_of_warp(mine);
     int code = mine.bin < p.bins ? mine.bin : 0;  // every distance NaN
-    if (bin == 0) p.codes[(i64)b * p.levels + level] = code;
+    if (lane == 0) p.codes[(i64)b * p.levels + level] = code;
     if (is_semantic || level + 1 >= p.levels) return;
     float* rest = p.left + (i64)b * 2 * p.features + p.features;
-    float found[BOOK_CHUNKS * BOOK_CHUNK / BOOK_BINS];  // all on their way before the first is used
+    float found[FOUND];  // all on their way before the first is used
 #pragma unroll
-    for (int i = 0; i < BOOK_CHUNKS * BOOK_CHUNK / BOOK_BINS; ++i) {
-        int k = bin + i * BOOK_BINS;
-        if (k < p.features) found[i] = __ldg(book + (i64)k * p.bins + code);
-    }
+    for (int i = 0; i < FOUND; ++i)
+        if (lane + i * 32 < p.features)
+            found[i] = __ldg(book + (i64)(lane + i * 32) * p.bins + code);
 #pragma unroll
-    for (int i = 0; i < BOOK_CHUNKS * BOOK_CHUNK / BOOK_BINS; ++i) {
-        int k = bin + i * BOOK_BINS;
-        if (k < p.features) rest[k] -= found[i];
-    }
+    for (int i = 0; i < FOUND; ++i)
+        if (lane + i * 32 < p.features) rest[lane + i * 32] -= found[i];
 }
 
 // Codes to what the two output projections take, (B, 2, F).
@@ -496,5 +484,8 @@ extern "C" __global__ void __launch_bounds__(256)
     i64 stride = (i64)p.total_rows * p.n, i = (blockIdx.x * 256ll + threadIdx.x) * 4;
     if (i >= stride) return;
     int m = i / p.n, n = i - (i64)m * p.n, b = m / p.rows, t = m - b * p.rows;
-    emit(p, b, t, n, add_rest(p, b, t, n, sum_parts(p.parts, i, stride, p.parts_count)));
+    float4 extra = make_float4(0, 0, 0, 0);
+    if (p.add) extra = *residual(p, b, t, n);
+    Columns columns = find_columns(p, n);
+    emit(p, columns, b, t, sum_parts(p.parts, i, stride, p.parts_count), extra);
 }

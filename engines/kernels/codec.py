@@ -24,7 +24,8 @@ from engines.kernels.codec_net import Call, Tick, plan_stage
 
 SOURCE = Path(__file__).with_name("codec.cu")
 SHARED_BYTES = {f"codec_{blocks.name}": blocks.shared_bytes for blocks in DEEP}
-MOST_EARLY_BLOCKS = 512
+MOST_EARLY_THREADS = 40_960
+"""Of a launch that begins before the one in front of it has ended: a fifth of a large GPU."""
 TURN_BLOCKS, TURN_THREADS = 512, 256
 
 
@@ -89,13 +90,17 @@ class CodecKernels:
         shape = LaunchShape((TURN_BLOCKS, 1, 1), (TURN_THREADS, 1, 1))
         self._function("codec_turn").launch(shape, turn, stream)
 
+    def forget(self) -> None:
+        """Hold no matrix for turned: other weights lie where they lay."""
+        self._turned.clear()
+
     def close(self) -> None:
         self._module.close()
 
     def _overlaps(self, shape: LaunchShape) -> bool:
         """Blocks that wait take room from those that work: only small launches begin early."""
         if self.overlaps is None:
-            return prod(shape.grid) <= MOST_EARLY_BLOCKS
+            return prod(shape.grid) * prod(shape.block) <= MOST_EARLY_THREADS
         return self.overlaps
 
     def _function(self, name: str) -> Function:
@@ -118,17 +123,13 @@ def turn_of(role: str, weight: tuple[int, ...], kind: str, shape: CodecShape) ->
 
 
 def scratch_bytes(stage: StageSpec, slots: int) -> int:
-    """Of the largest batch or weight, whichever is more; smaller batches may have more parts."""
+    """Of the largest batch, or of the largest weight while it is turned, whichever is more."""
     kernel = stage.kernel
     assert kernel is not None, stage.name
     shape = CodecShape.of_numbers(kernel.numbers)
-    weights = dict.fromkeys(kernel.weights, 0)
-    most = max(weight.nbytes for weight in kernel.weights.values())
-    for batch in range(1, slots + 1):
-        tick = Tick(shape, batch, weights, 0, 0)
-        plan_stage(tick, kernel.kind, [0] * len(stage.inputs), [0] * len(stage.outputs))
-        most = max(most, tick.scratch_bytes)
-    return most
+    tick = Tick(shape, slots, dict.fromkeys(kernel.weights, 0), 0, 0)
+    plan_stage(tick, kernel.kind, [0] * len(stage.inputs), [0] * len(stage.outputs))
+    return max(tick.scratch_bytes, *(weight.nbytes for weight in kernel.weights.values()))
 
 
 def load(stages: Iterable[StageSpec], device: Device, folder: Path) -> CodecKernels:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from engines.cuda import LaunchShape
 from engines.kernels import codec_gemm
-from engines.kernels.codec_gemm import Choice, Product
+from engines.kernels.codec_gemm import Blocks, Product
 from engines.kernels.codec_kinds import CodecShape, Conv, decoder_convs, encoder_convs
 
 FLOAT = 4
@@ -31,9 +31,9 @@ MOST_LEVELS = 32
 WINDOW_THREADS = 256
 SOUND_STEPS, LAST_STEPS = 64, 128
 ROW_THREADS = 128
-BOOK_BINS, BOOK_SESSIONS, BOOK_THREADS = 16, 8, 128
+BOOK_BINS, BOOK_SESSIONS, BOOK_THREADS = 32, 8, 256
 
-Choose = Callable[[Product, int], Choice]
+Choose = Callable[[Product, int], Blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Tick:
         self._call("codec_gather", shape, self._books(left, codes), "gather")
         count = 0
         for index, role in enumerate(("proj.first", "proj.rest")):
-            product = Product(role, s.features, s.dimension, 1, meets=False, part_chunks=1)
+            product = Product(role, s.features, s.dimension, 1, meets=False, most=64)
             self._product(
                 product,
                 count * self.batch * s.dimension,
@@ -255,7 +255,7 @@ class Tick:
                 a_session=2 * s.features,
                 w=self.weights[role],
             )
-            count += product.parts(1)
+            count += product.parts
         params = self._row_params(count, {"x": x}, normed="norm1")
         params.w, params.live = self.weights["upsample"], valid
         params.kept, params.kept_next = kept.current, kept.next
@@ -361,7 +361,7 @@ class Tick:
         s = self.shape
         c, wide = s.dimension, s.feedforward
         between = self._take(s.positions * c)
-        self._linear("out", attended, c, c, meets=False, part_chunks=2)
+        self._linear("out", attended, c, c, meets=False, most=128)
         self._sum("out", between, add=x, scale=self.weights["scale1"], normed="norm2")
         hidden = self._take(s.positions * wide)
         self._linear("linear1", self._normed(), c, wide, out=hidden, gelu=1)
@@ -393,12 +393,12 @@ class Tick:
         outputs: int,
         *,
         meets: bool = True,
-        part_chunks: int = codec_gemm.DEEP_CHUNKS,
+        most: int = codec_gemm.MOST,
         **given: int,
     ) -> None:
         rows = self.shape.positions
         self._product(
-            Product(role, inputs, outputs, rows, meets, part_chunks),
+            Product(role, inputs, outputs, rows, meets, most),
             a=a,
             a_session=rows * inputs,
             a_row=inputs,
@@ -410,15 +410,15 @@ class Tick:
 
     def _product(self, product: Product, parts_at: int = 0, **given: int) -> None:
         """parts_at: floats in front of the parts, for two products whose parts are summed."""
-        choice = self.choose(product, self.batch)
-        name, shape, params = codec_gemm.launch(product, self.batch, choice, **given)
-        params.arrivals = self.counters
-        self._last_parts = product.parts(choice.span)
-        needed = parts_at + codec_gemm.parts_floats(product, self.batch, choice)
+        blocks = self.choose(product, self.batch)
+        name, shape, params = codec_gemm.launch(product, self.batch, blocks, **given)
+        self._last_parts = product.parts
+        needed = parts_at + codec_gemm.parts_floats(product, self.batch)
         self._parts_floats = max(self._parts_floats, needed)
-        self._waiting.append((params, parts_at))
+        if product.leaves_parts:
+            self._waiting.append((params, parts_at))
         self._call(name, shape, params, product.name)
-        if choice.is_apart:
+        if product.leaves_parts and product.meets:
             shape = codec_gemm.meet(product, self.batch)
             self._call("codec_meet", shape, params, f"{product.name} meets")
 

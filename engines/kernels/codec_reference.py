@@ -122,10 +122,10 @@ def _gemm(memory: Memory, call: Call) -> None:
     batch = p.total_rows // p.rows
     a = memory.strided(p.a, (batch, p.rows, p.k), (p.a_session, p.a_row, 1)).astype(np.float64)
     w = memory.view(p.w, (p.k, p.n)).astype(np.float64)
-    if not p.reduce:
+    if p.parts:
         parts = call.shape.grid[2]
         out = memory.view(p.parts, (parts, batch * p.rows, p.n))
-        step = p.span * p.chunk
+        step = p.part
         for part in range(parts):
             k = slice(part * step, min(p.k, (part + 1) * step))
             out[part] = (a[:, :, k] @ w[k]).reshape(-1, p.n)
