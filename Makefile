@@ -37,6 +37,7 @@ help:
 	@echo 'make test-sound  the microphone line with a real sound server; says what apt-get brings it'
 	@echo 'make test-web    the pages in Chromium and Firefox, and the published clients, a minute each'
 	@echo 'make soak        the long runs'
+	@echo 'make test-lines the telephone line with real peers from Debian'
 	@echo 'make test-gpu    the tests that need an NVIDIA GPU and the cuda extra'
 	@echo 'make clean       remove both environments and every cache'
 
@@ -77,6 +78,11 @@ test-web: $(DEV_STAMP)
 soak: $(DEV_STAMP)
 	$(call say,soak: the long runs)
 	@$(PYTEST) -m 'soak and not gpu and not web' $(PYTEST_ARGS)
+
+# Its peers: apt-get install --no-install-recommends sip-tester baresip-core kamailio libspeexdsp1
+test-lines: $(DEV_STAMP)
+	$(call say,telephones and proxies from Debian call the telephone line: about 15 minutes)
+	@$(PYTEST) -m peers -s $(PYTEST_ARGS)
 
 test-gpu: $(DEV_STAMP)
 	$(call say,gpu: the tests that need an NVIDIA GPU)

@@ -106,6 +106,9 @@ class Phone:
         self.call_id = f"{random.getrandbits(64):x}@test"
         self.tag = f"{random.getrandbits(32):x}"
         self.to_tag = ""
+        self.target = f"sip:{user}@{host}:{port}"
+        self.routes: list[str] = []
+        """Proxies that want to see every request of the dialog, nearest first."""
         self.sequence = 0
         self.media: tuple[str, int] = ("", 0)
         self.rtp_sequence = random.getrandbits(16)
@@ -151,14 +154,15 @@ class Phone:
         number = sequence or self.sequence
         address = self.contact()
         tag = f";tag={self.to_tag}" if self.to_tag else ""
+        routes = "".join(f"Route: {route}\r\n" for route in self.routes)
         kind = "Content-Type: application/sdp\r\n" if body and "Content-Type" not in extra else ""
         return (
-            f"{method} sip:{self.user}@{self.box[0]}:{self.box[1]} SIP/2.0\r\n"
+            f"{method} {self.target} SIP/2.0\r\n"
             f"Via: SIP/2.0/UDP {address};branch={branch or self.branch(method, number)}\r\n"
             f'From: "Test" <sip:phone@{address}>;tag={self.tag}\r\n'
             f"To: <sip:{self.user}@{self.box[0]}:{self.box[1]}>{tag}\r\n"
             f"Call-ID: {self.call_id}\r\nCSeq: {number} {method}\r\n"
-            f"Contact: <sip:phone@{address}>\r\nMax-Forwards: 70\r\n{extra}{kind}"
+            f"{routes}Contact: <sip:phone@{address}>\r\nMax-Forwards: 70\r\n{extra}{kind}"
             f"Content-Length: {len(body)}\r\n\r\n{body}"
         ).encode()
 
@@ -221,6 +225,11 @@ class Phone:
         status, text = self.answer("INVITE", timeout_s=15.0)
         if found := re.search(r"^To:.*;tag=([^;\r]+)", text, re.M):
             self.to_tag = found[1]
+        if status < 300:
+            contact = re.search(r"^Contact: *<([^>]+)>", text, re.M)
+            self.target = contact[1] if contact else self.target
+            recorded = ", ".join(re.findall(r"^Record-Route: *(.+?)\r", text, re.M))
+            self.routes = [r.strip() for r in recorded.split(",") if r.strip()][::-1]
         branch = self.branch("INVITE", self.sequence) if status >= 300 else ""
         self.send(self.request("ACK", branch=branch))
         if status >= 300:

@@ -72,7 +72,7 @@ def run_sip(args: argparse.Namespace) -> int:
     log.set_up(verbose=args.verbose)
     socket = args.socket or config.control.socket
     if args.worker:
-        return _work(config.sip, socket, args.drain)
+        return _work(config.sip, socket, args.drain, args.verbose)
     command = [sys.executable, "-m", "duplexbox", "appliance", "sip", "--worker"]
     command += ["--config", str(args.config), "--socket", str(socket), "--drain", str(args.drain)]
     if args.verbose:
@@ -123,7 +123,7 @@ class Supervisor:
         self._stopping = True
 
 
-def _work(config: SipConfig, socket: Path, drain_s: int) -> int:
+def _work(config: SipConfig, socket: Path, drain_s: int, verbose: bool) -> int:
     """The worker: everything but being kept alive."""
     try:
         boxes = Boxes.connect(socket, MonotonicClock())
@@ -132,12 +132,12 @@ def _work(config: SipConfig, socket: Path, drain_s: int) -> int:
     except control.ControlError as err:
         return _fail(str(err), 2)
     try:
-        return asyncio.run(_serve(config, socket, boxes, drain_s))
+        return asyncio.run(_serve(config, socket, boxes, drain_s, verbose))
     except ModuleNotFoundError as err:
         return _fail(f"{err.name} is not installed. Install it: pip install 'duplexbox[sip]'", 2)
 
 
-async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int) -> int:
+async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, verbose: bool) -> int:
     import sqlite3
 
     from appliance.lines.sip_baresip import BaresipStack
@@ -146,7 +146,7 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int) ->
     from appliance.lines.sip_server import SipServer
     from appliance.lines.sip_stack import StackError
 
-    stack = BaresipStack(config)
+    stack = BaresipStack(config, verbose=verbose)
     health = Health(config.health, also=stack.show_room)
     try:
         records = Records(config.records)

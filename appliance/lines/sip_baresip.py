@@ -12,10 +12,10 @@ pinned to one (`pyproject.toml`): what is said here was found by running it. Lea
 """
 
 import asyncio
+import itertools
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, Literal
@@ -89,8 +89,10 @@ class BaresipMedia:
 class BaresipStack:
     """All accounts and calls of this process."""
 
-    def __init__(self, config: SipConfig) -> None:
+    def __init__(self, config: SipConfig, *, verbose: bool = False) -> None:
+        """verbose: log every SIP message, and all that the stack says."""
         self._config = config
+        self._verbose = verbose
         self._runtime = Runtime()
         self._agents: dict[int, SipAccount] = {}
         self._calls: dict[int, Call] = {}
@@ -111,7 +113,7 @@ class BaresipStack:
         self._runtime.on_dead = lambda: hear(sip_stack.Dead("its SIP thread has ended"))
         self._runtime.subscribe(self._on_event)
         try:
-            await self._runtime.start(_settings(config))
+            await self._runtime.start(_settings(config, self._verbose))
             # A call that came before we listen to its account would ring for ever.
             self._filter(closed=True)
             agents = []
@@ -193,9 +195,8 @@ class BaresipStack:
         elif kind is baresip.Event.CALL_ESTABLISHED:
             self._hear(sip_stack.Established(leg))
         elif kind is baresip.Event.CALL_CLOSED:
-            call = self._calls.pop(leg)
-            del self._legs[event.call]
-            self._hear(sip_stack.Closed(leg, event.text or "closed", _stats(call)))
+            del self._calls[leg], self._legs[event.call]
+            self._hear(sip_stack.Closed(leg, event.text or "closed", _stats(event.stats)))
         elif kind is baresip.Event.CALL_DTMF_START and event.text:
             self._hear(sip_stack.Digit(leg, event.text[:1]))
         elif kind in (baresip.Event.CALL_HOLD, baresip.Event.CALL_RESUME):
@@ -224,7 +225,7 @@ class BaresipStack:
             self._hear(sip_stack.TransferEnded(leg, str(err)))
 
     async def _register(self, account: SipAccount, agent: UserAgent) -> None:
-        for after_s in (*AGAIN_S, *iter(lambda: AGAIN_S[-1], 0)):
+        for after_s in itertools.chain(AGAIN_S, itertools.repeat(AGAIN_S[-1])):
             try:
                 await agent.register()
                 return  # from now on the stack renews it
@@ -261,7 +262,7 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
         logger.warning("the SIP stack did not do as told: %s", err)
 
 
-def _settings(config: SipConfig) -> Config:
+def _settings(config: SipConfig, verbose: bool) -> Config:
     address, _ = endpoint("listen", config.listen)
     transports: set[str] = {"udp", "tcp"} | {account.transport for account in config.accounts}
     lines = [
@@ -284,6 +285,8 @@ def _settings(config: SipConfig) -> Config:
         max_concurrent_calls=config.most,
         rtp_timeout=config.media_timeout_s,
         expose_headers=("Via",),
+        sip_trace=verbose,
+        native_log_level="debug" if verbose else "warning",
         extra_config_text="\n".join(lines) + "\n",
     )
 
@@ -317,8 +320,12 @@ def _password(path: Path) -> str:
     return text
 
 
-def _stats(call: Call) -> dict[str, float]:
-    """What the stack counted of a call; only numbers."""
-    if call.final_stats is None:
-        return {}
-    return {k: v for k, v in asdict(call.final_stats).items() if isinstance(v, int | float)}
+def _stats(groups: dict[str, Any]) -> dict[str, float]:
+    """What the stack counted of a call: ``{"rx": {"lost": 3}}`` -> ``{"rx_lost": 3}``."""
+    found: dict[str, float] = {}
+    for name, value in groups.items():
+        if isinstance(value, dict):
+            found |= {f"{name}_{k}": v for k, v in value.items() if isinstance(v, int | float)}
+        elif isinstance(value, int | float):
+            found[name] = value
+    return found

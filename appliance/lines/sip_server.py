@@ -371,8 +371,8 @@ class SipServer:
             rx_packets=int(stats.get("rx_packets", 0)),
             rx_lost=int(stats.get("jbuf_lost", 0)),
             tx_packets=int(stats.get("tx_packets", 0)),
-            tx_lost=int(stats.get("tx_lost", 0)),
-            rtt_ms=float(stats.get("rtt_ms", 0.0)),
+            tx_lost=int(stats.get("rtcp_tx_lost", 0)),
+            rtt_ms=stats.get("rtcp_rtt_us", 0) / 1000,
             figures=msgspec.json.encode(figures).decode(),
         )
         self._records.write(row)

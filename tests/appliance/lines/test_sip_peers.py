@@ -1,0 +1,386 @@
+"""The telephone line with real peers from Debian; run by `make test-lines`."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soxr
+from numpy.typing import NDArray
+
+from appliance.admission import Reason
+from tests.appliance.lines.test_sip import ROOT, Line, line, speech
+from tests.fakes_line import FakeBox, FakeSession, Trouble
+from tests.sip_debian import baresip, kamailio, sipp
+from tests.sip_peer import Network, Phone, Refused, now_s, sleep
+
+pytestmark = pytest.mark.peers
+
+
+class HearingBox(FakeBox):
+    """Keeps what its model heard."""
+
+    def __init__(self, folder: Path, trouble: Trouble | None = None) -> None:
+        super().__init__(folder, trouble)
+        self.heard: dict[int, list[NDArray[np.float32]]] = {}
+
+    def _step(self, session: FakeSession, tick: int) -> None:
+        before = session.frame_index
+        super()._step(session, tick)
+        if session.frame_index > before:
+            self.heard.setdefault(session.number, []).append(session.before)
+
+
+def snr_db(
+    said: NDArray[np.float32], heard: NDArray[np.float32], rate_hz: int
+) -> tuple[float, float]:
+    """Of the best half second, and the delay there in ms; through the filter that fits best."""
+    best = (-np.inf, 0.0)
+    length, taps = rate_hz // 2, 32
+    for start in range(rate_hz, said.size - 2 * rate_hz, rate_hz // 2):
+        middle = said[start : start + length].astype(np.float64)
+        if np.sqrt(np.mean(middle**2)) < 0.01:
+            continue
+        where = heard[start : start + length + rate_hz].astype(np.float64)
+        if where.size < length:
+            continue
+        size = 1 << (where.size + length).bit_length()
+        likeness = np.fft.irfft(np.fft.rfft(where, size) * np.conj(np.fft.rfft(middle, size)), size)
+        at = int(np.argmax(likeness[: where.size - length + 1]))
+        found = where[at : at + length]
+        rows = [said[start - k : start - k + length] for k in range(-taps, taps + 1)]
+        filters = np.stack(rows, 1).astype(np.float64)
+        fitted = filters @ np.linalg.lstsq(filters, found, rcond=None)[0]
+        rest = found - fitted
+        quality = 10 * np.log10((fitted @ fitted) / (rest @ rest + 1e-12))
+        best = max(best, (float(quality), 1000 * at / rate_hz))
+    return best
+
+
+CODECS = [
+    ("pcmu", 8_000, 34.5),
+    ("pcma", 8_000, 34.5),
+    ("g722/16000/1", 16_000, 20.0),
+    ("opus/48000/2", 48_000, 10.0),
+]
+"""With what the codec itself leaves of a voice; the two lossy ones keep no waveform."""
+
+
+@pytest.mark.parametrize(("codec", "rate_hz", "least_db"), CODECS)
+def test_debian_baresip_talks_and_hears_in_every_codec(
+    tmp_path: Path, codec: str, rate_hz: int, least_db: float
+) -> None:
+    voice = (speech(8.0) / 32_768).astype(np.float32)
+    wave = soxr.resample(voice, 8_000, rate_hz).astype(np.float32)
+    with HearingBox(tmp_path) as box, line(tmp_path, box.path) as running:
+        heard, heard_hz = baresip(tmp_path / "b", running.port, codec, wave, rate_hz, 9)
+        running.wait("call 1 over")
+    model = np.concatenate(box.heard[1])
+    said = soxr.resample(voice, 8_000, 24_000).astype(np.float32)
+    to_model = snr_db(said, model, 24_000)
+    back = snr_db(soxr.resample(voice, 8_000, heard_hz).astype(np.float32), heard, heard_hz)
+    (row,) = running.rows()
+    print_figures(f"baresip {codec}", to_model=to_model, back=back, row=row)
+    assert to_model[0] > least_db
+    assert back[0] > least_db - 5
+    assert row.frames == pytest.approx(row.talked_ms / 80, abs=1.5)
+    assert row.whole >= row.frames - 2
+
+
+def print_figures(name: str, **figures: object) -> None:
+    """For whoever reads the run: `pytest -s`."""
+    sys.stderr.write(f"\n{name}: {figures}\n")
+
+
+IMPAIRED = [
+    Network(loss=0.05),
+    Network(jitter_s=0.06),
+    Network(skew_ppm=300),
+    Network(skew_ppm=-300),
+    Network(loss=0.05, jitter_s=0.06, skew_ppm=300),
+]
+
+
+@pytest.mark.parametrize("network", IMPAIRED, ids=str)
+def test_a_bad_network_shrinks_nothing_and_the_delay_stays_bounded(
+    tmp_path: Path, network: Network
+) -> None:
+    seconds = float(os.environ.get("DUPLEXBOX_IMPAIRED_S", "20"))
+    said = speech(seconds)
+    with (
+        HearingBox(tmp_path) as box,
+        line(tmp_path, box.path) as running,
+        Phone("bot", running.port) as phone,
+    ):
+        phone.dial()
+        phone.talk(said, network)
+        phone.hang_up()
+        running.wait("call 1 over")
+    (row,) = running.rows()
+    model = np.concatenate(box.heard[1])
+    delays = delays_ms(said, model, network.skew_ppm)
+    print_figures(f"{network}", delays=(delays.min(), np.median(delays), delays.max()), row=row)
+    assert row.frames == pytest.approx(row.talked_ms / 80, abs=1.5)
+    assert abs(np.median(delays[-5:]) - np.median(delays[:5])) < 120
+    assert delays.max() < 350
+
+
+def delays_ms(
+    said: NDArray[np.int16], model: NDArray[np.float32], skew_ppm: float
+) -> NDArray[np.float64]:
+    """How much later than it was said each second is heard, first to last."""
+    rate_hz = 8_000
+    heard = soxr.resample(model, 24_000, rate_hz).astype(np.float64)
+    found = []
+    for start in range(rate_hz, said.size - 2 * rate_hz, rate_hz):
+        middle = said[start : start + rate_hz // 2].astype(np.float64)
+        where = heard[start : start + rate_hz // 2 + rate_hz]
+        likeness = np.correlate(where, middle, "valid")
+        lag = int(np.argmax(likeness))
+        found.append(1000 * lag / rate_hz + start / rate_hz * skew_ppm / 1000)
+    return np.array(found)
+
+
+# --- many calls
+
+
+@contextmanager
+def stub_box(folder: Path, slots: int) -> Iterator[Path]:
+    """A real box with an echo for a model; its socket."""
+    with (folder / "box.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.stub_box", str(folder), str(slots)], cwd=ROOT, stderr=log
+        )
+    try:
+        until = now_s() + 30
+        while b"ready" not in (folder / "box.log").read_bytes():
+            assert process.poll() is None
+            assert now_s() < until
+            sleep(0.05)
+        yield folder / "box.sock"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Used:
+    """What a process has."""
+
+    cpu_s: float
+    rss_kb: int
+    descriptors: int
+
+
+def used(pid: int) -> Used:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    status = Path(f"/proc/{pid}/status").read_text()
+    rss = status.partition("VmRSS:")[2].split()[0]
+    open_now = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return Used((int(fields[11]) + int(fields[12])) / 100, int(rss), open_now)
+
+
+def test_sipp_many_calls_at_once(tmp_path: Path) -> None:
+    """100 calls of 60 s; DUPLEXBOX_CALLS and DUPLEXBOX_CALL_S are for smaller machines."""
+    calls = int(os.environ.get("DUPLEXBOX_CALLS", "100"))
+    seconds = float(os.environ.get("DUPLEXBOX_CALL_S", "60"))
+    extra = f"calls_per_s = 1000\nmost = {calls}"
+    with stub_box(tmp_path, calls) as socket, line(tmp_path, socket, extra) as running:
+        before = used(running.worker())
+        code, screen = sipp(
+            tmp_path, running.port, calls, seconds, rate=10, voice=speech(seconds + 1)
+        )
+        after = used(running.worker())
+        assert code == 0, screen
+        until = now_s() + 20
+        while not all(row.ended for row in running.rows()):
+            assert now_s() < until
+            sleep(0.1)
+    rows = running.rows()
+    off = [abs(row.frames - row.talked_ms / 80) for row in rows]
+    share = (after.cpu_s - before.cpu_s) / (seconds + calls / 10)
+    print_figures(
+        f"{calls} calls of {seconds:g} s",
+        cpu_of_one_core=round(share, 3),
+        frames_off=max(off),
+        delivered=sum(row.delivered for row in rows),
+        not_delivered=sum(row.late + row.filled + row.discarded for row in rows),
+        underruns=sum(row.underruns for row in rows),
+        concealed_ms=sum(row.concealed_ms for row in rows),
+    )
+    assert len(rows) == calls
+    assert max(off) <= 1.5
+    assert all(row.rx_packets > seconds * 45 for row in rows)
+    assert all(row.tx_packets > seconds * 45 for row in rows)
+
+
+def test_sipp_thousands_of_short_calls_leave_nothing_behind(tmp_path: Path) -> None:
+    """5,000 calls; DUPLEXBOX_CHURN is for smaller machines."""
+    calls = int(os.environ.get("DUPLEXBOX_CHURN", "5000"))
+    extra = "calls_per_s = 1000\nmost = 60"
+    with stub_box(tmp_path, 60) as socket, line(tmp_path, socket, extra) as running:
+        code, screen = sipp(tmp_path, running.port, calls // 5, 0.2, rate=30, at_once=50)
+        assert code == 0, screen
+        sleep(3)
+        settled = used(running.worker())
+        code, screen = sipp(tmp_path, running.port, calls - calls // 5, 0.2, rate=30, at_once=50)
+        assert code == 0, screen
+        sleep(3)
+        after = used(running.worker())
+    print_figures(f"{calls} short calls", settled=settled, after=after)
+    assert len(running.rows()) == calls
+    assert after.descriptors <= settled.descriptors + 2
+    assert after.rss_kb < settled.rss_kb * 1.25
+
+
+# --- Kamailio
+
+MODULES = "".join(
+    f'loadmodule "{name}.so"\n' for name in ("tm", "sl", "rr", "pv", "textops", "siputils")
+)
+
+REGISTRAR = (
+    MODULES
+    + """loadmodule "usrloc.so"
+loadmodule "registrar.so"
+loadmodule "auth.so"
+request_route {
+  if (is_method("REGISTER")) {
+    if (!pv_www_authenticate("duplex", "s3cret", "0")) { www_challenge("duplex", "0"); exit; }
+    save("location"); exit;
+  }
+  if (has_totag()) {
+    if (loose_route()) { t_relay(); } else if (is_method("ACK") && t_check_trans()) { t_relay(); }
+    exit;
+  }
+  record_route();
+  if (!lookup("location")) { sl_send_reply("404", "Not Found"); exit; }
+  t_relay();
+}
+"""
+)
+
+
+def test_it_logs_in_at_kamailio_with_a_password_and_is_called_through_it(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    with kamailio(tmp_path, REGISTRAR) as proxy, FakeBox(tmp_path) as box:
+        account = f'domain = "127.0.0.1:{proxy}"\nregister = true\npassword_file = "{secret}"'
+        with line(tmp_path, box.path, account=account) as running:
+            running.wait("account bot is registered")
+            with Phone("bot", proxy) as phone:
+                phone.dial()
+                assert phone.talk(speech(1.0)).arrived_s.size > 40
+                assert phone.hang_up() == 200
+            running.wait("call 1 over")
+            secret.write_text("wrong\n")
+    assert running.rows()[0].talked_ms > 900
+
+
+def test_a_wrong_password_is_said_and_tried_again(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("wrong\n")
+    with kamailio(tmp_path, REGISTRAR) as proxy, FakeBox(tmp_path) as box:
+        account = f'domain = "127.0.0.1:{proxy}"\nregister = true\npassword_file = "{secret}"'
+        with line(tmp_path, box.path, account=account) as running:
+            running.wait("account bot is not registered at 127.0.0.1")
+
+
+def dispatcher(folder: Path, lines: list[Line]) -> str:
+    """As docs/telephone.md has it: asked at the health port, called at the other."""
+    listed = folder / "dispatcher.list"
+    listed.write_text(
+        "".join(f"1 sip:127.0.0.1:{one.health} 0 0 calls={one.port}\n" for one in lines)
+    )
+    return (
+        MODULES
+        + f"""loadmodule "dispatcher.so"
+modparam("dispatcher", "list_file", "{listed}")
+modparam("dispatcher", "flags", 2)
+modparam("dispatcher", "xavp_dst", "_dsdst_")
+modparam("dispatcher", "ds_ping_method", "OPTIONS")
+modparam("dispatcher", "ds_ping_interval", 1)
+modparam("dispatcher", "ds_probing_mode", 1)
+modparam("dispatcher", "ds_probing_threshold", 1)
+modparam("dispatcher", "ds_inactive_threshold", 1)
+modparam("dispatcher", "ds_ping_reply_codes", "code=200")
+"""
+        + """request_route {
+  if (has_totag()) {
+    if (loose_route()) { t_relay(); } else if (is_method("ACK") && t_check_trans()) { t_relay(); }
+    exit;
+  }
+  record_route();
+  if (!ds_select_dst("1", "4")) { route(FULL); exit; }
+  route(CALLS);
+  t_on_failure("NEXT");
+  t_relay();
+}
+route[CALLS] {
+  $du = "sip:127.0.0.1:" + $(xavp(_dsdst_=>attrs){param.value,calls});
+}
+route[FULL] {
+  append_to_reply("Retry-After: 5\\r\\n");
+  sl_send_reply("503", "Service Unavailable");
+}
+failure_route[NEXT] {
+  if (t_is_canceled() || !t_check_status("486|503|408")) { exit; }
+  if (ds_next_dst()) { route(CALLS); t_on_failure("NEXT"); t_relay(); exit; }
+  append_to_reply("Retry-After: 5\\r\\n");
+  t_reply("503", "Service Unavailable");
+}
+"""
+    )
+
+
+def call_through(proxy: int, calls: int) -> None:
+    for _ in range(calls):
+        with Phone("bot", proxy) as phone:
+            phone.dial()
+            phone.hang_up()
+
+
+def test_two_boxes_behind_kamailio_share_calls_and_a_full_or_stopping_one_gets_none(
+    tmp_path: Path,
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with ExitStack() as stack:
+        boxes = [stack.enter_context(FakeBox(folder, Trouble())) for folder in folders]
+        lines = [
+            stack.enter_context(line(folder, box.path, "calls_per_s = 100"))
+            for folder, box in zip(folders, boxes, strict=True)
+        ]
+        proxy = stack.enter_context(kamailio(tmp_path, dispatcher(tmp_path, lines)))
+        sleep(4)
+        call_through(proxy, 8)
+        assert [len(box.sessions) for box in boxes] == [4, 4]
+        boxes[0].trouble.refuse = Reason.MEMORY
+        sleep(4)
+        call_through(proxy, 4)
+        assert [len(box.sessions) for box in boxes] == [4, 8]
+        assert not lines[0].rows()[4:]  # it was not even asked
+        boxes[1].trouble.refuse = Reason.MEMORY
+        with Phone("bot", proxy) as phone, pytest.raises(Refused, match="503") as refused:
+            phone.dial()
+        assert "Retry-After: 5" in refused.value.headers
+        boxes[0].trouble.refuse = None
+        sleep(4)
+        call_through(proxy, 2)
+        assert [len(box.sessions) for box in boxes] == [6, 8]
+        # One that stops, with a call that goes on, gets no new one.
+        boxes[1].trouble.refuse = None
+        sleep(4)
+        with Phone("bot", lines[0].port) as last:
+            last.dial()
+            lines[0].process.send_signal(signal.SIGTERM)
+            sleep(1.2)
+            call_through(proxy, 4)
+            assert [len(box.sessions) for box in boxes] == [7, 12]

@@ -1,0 +1,217 @@
+"""Debian's own telephones and proxies for tests: SIPp, baresip, Kamailio, as child processes.
+
+    apt-get install --no-install-recommends sip-tester baresip-core kamailio
+
+All on the loopback, in a folder the test gives. What is missing fails its test with that line.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+from numpy.typing import NDArray
+
+from tests.sip_peer import free_port, now_s, sleep, ulaw_encode
+
+MISSING = "apt-get install --no-install-recommends sip-tester baresip-core kamailio"
+
+
+def program(name: str) -> str:
+    """Where it is; the test fails if it is nowhere."""
+    found = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if found is None:
+        pytest.fail(f"{name} is not installed: {MISSING}")
+    return found
+
+
+# --- SIPp
+
+SCENARIO = """<?xml version="1.0" encoding="UTF-8"?>
+<scenario name="caller">
+<send retrans="500"><![CDATA[
+INVITE sip:[service]@[remote_ip]:[remote_port] SIP/2.0
+Via: SIP/2.0/[transport] [local_ip]:[local_port];branch=[branch]
+From: sipp <sip:sipp@[local_ip]:[local_port]>;tag=[pid]T[call_number]
+To: <sip:[service]@[remote_ip]:[remote_port]>
+Call-ID: [call_id]
+CSeq: 1 INVITE
+Contact: sip:sipp@[local_ip]:[local_port]
+Max-Forwards: 70
+Content-Type: application/sdp
+Content-Length: [len]
+
+v=0
+o=u 1 1 IN IP4 [local_ip]
+s=-
+c=IN IP4 [media_ip]
+t=0 0
+m=audio [rtpstream_audio_port] RTP/AVP 0 101
+a=rtpmap:0 PCMU/8000
+a=rtpmap:101 telephone-event/8000
+]]></send>
+<recv response="100" optional="true"/>
+<recv response="180" optional="true"/>
+<recv response="183" optional="true"/>
+<recv response="200" rtd="true"/>
+<send><![CDATA[
+ACK sip:[service]@[remote_ip]:[remote_port] SIP/2.0
+Via: SIP/2.0/[transport] [local_ip]:[local_port];branch=[branch]
+From: sipp <sip:sipp@[local_ip]:[local_port]>;tag=[pid]T[call_number]
+To: <sip:[service]@[remote_ip]:[remote_port]>[peer_tag_param]
+Call-ID: [call_id]
+CSeq: 1 ACK
+Max-Forwards: 70
+Content-Length: 0
+
+]]></send>
+@AUDIO@
+<pause milliseconds="@MS@"/>
+<send retrans="500"><![CDATA[
+BYE sip:[service]@[remote_ip]:[remote_port] SIP/2.0
+Via: SIP/2.0/[transport] [local_ip]:[local_port];branch=[branch]
+From: sipp <sip:sipp@[local_ip]:[local_port]>;tag=[pid]T[call_number]
+To: <sip:[service]@[remote_ip]:[remote_port]>[peer_tag_param]
+Call-ID: [call_id]
+CSeq: 2 BYE
+Max-Forwards: 70
+Content-Length: 0
+
+]]></send>
+<recv response="200"/>
+</scenario>
+"""
+
+
+def sipp(
+    folder: Path,
+    port: int,
+    calls: int,
+    seconds: float,
+    *,
+    rate: int = 10,
+    at_once: int = 0,
+    voice: NDArray[np.int16] | None = None,
+) -> tuple[int, str]:
+    """So many calls of ``seconds`` each; SIPp's exit code (0: none failed) and last screen."""
+    audio = ""
+    if voice is not None:
+        sound = folder / "voice.ul"
+        sound.write_bytes(ulaw_encode(voice))
+        play = f'<exec rtp_stream="{sound},-1,0,PCMU/8000"/>'
+        audio = f"<nop><action>{play}</action></nop>"
+    scenario = folder / "caller.xml"
+    text = SCENARIO.replace("@AUDIO@", audio).replace("@MS@", str(int(seconds * 1000)))
+    scenario.write_text(text)
+    command = [
+        *(program("sipp"), "-s", "bot", "-sf", str(scenario), f"127.0.0.1:{port}"),
+        *("-i", "127.0.0.1", "-mi", "127.0.0.1", "-p", str(free_port()), "-mp", "40000"),
+        *("-m", str(calls), "-l", str(at_once or calls), "-r", str(rate), "-nostdin"),
+    ]
+    timeout_s = seconds + calls / rate * max(1.0, seconds if at_once else 1.0) + 120
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    return done.returncode, done.stdout[-3_000:]
+
+
+# --- baresip
+
+BARESIP = """poll_method epoll
+sip_listen 127.0.0.1:{port}
+net_interface 127.0.0.1
+audio_source aufile,{wav}
+audio_player aufile,/dev/null
+audio_alert aufile,/dev/null
+ausrc_channels {channels}
+auplay_channels {channels}
+module_path /usr/lib/baresip/modules
+module stdio.so
+module g711.so
+module g722.so
+module opus.so
+module aufile.so
+module sndfile.so
+module_tmp account.so
+module_app menu.so
+snd_path {folder}/heard
+rtp_ports 41000-42000
+"""
+
+
+def baresip(
+    folder: Path, port: int, codec: str, voice: NDArray[np.float32], rate_hz: int, seconds: int
+) -> tuple[NDArray[np.float32], int]:
+    """Debian's baresip calls, plays ``voice`` and hangs up; what it heard, and at which rate.
+
+    voice: (n,) float32 at ``rate_hz``. codec: as its accounts have it, such as "g722/16000/1".
+    """
+    stereo = codec.startswith("opus")
+    (folder / "heard").mkdir(parents=True, exist_ok=True)
+    wav = folder / "voice.wav"
+    sf.write(wav, np.stack([voice, voice], 1) if stereo else voice, rate_hz, subtype="PCM_16")
+    (folder / "config").write_text(
+        BARESIP.format(port=free_port(), wav=wav, channels=1 + stereo, folder=folder)
+    )
+    (folder / "accounts").write_text(f"<sip:me@127.0.0.1>;regint=0;audio_codecs={codec}\n")
+    command = [program("baresip"), "-f", str(folder), "-s", "-t", str(seconds)]
+    subprocess.run(
+        [*command, "-e", f"d sip:bot@127.0.0.1:{port}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=seconds + 30,
+        check=False,
+    )
+    (heard,) = (folder / "heard").glob("*-dec.wav")
+    pcm, found_hz = sf.read(heard, dtype="float32", always_2d=True)
+    return np.ascontiguousarray(pcm[:, 0]), int(found_hz)
+
+
+# --- Kamailio
+
+
+@contextmanager
+def kamailio(folder: Path, config: str) -> Iterator[int]:
+    """Run with ``config`` after the lines that every one of ours needs; its port."""
+    port = free_port()
+    path = folder / "kamailio.cfg"
+    path.write_text(
+        "debug=1\nlog_stderror=yes\nchildren=2\nauto_aliases=no\ndisable_tcp=yes\n"
+        f"listen=udp:127.0.0.1:{port}\n" + config
+    )
+    with (folder / "kamailio.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(program("kamailio"), "-f", str(path), "-m", "64", "-M", "8", "-DD", "-E"),
+                *("-P", str(folder / "kamailio.pid"), "-Y", str(folder)),
+            ],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        until = now_s() + 15
+        while not _is_bound(port):
+            assert process.poll() is None, (folder / "kamailio.log").read_text()
+            assert now_s() < until, (folder / "kamailio.log").read_text()
+            sleep(0.05)
+        yield port
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)
+
+
+def _is_bound(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
