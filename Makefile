@@ -58,9 +58,9 @@ types: $(DEV_STAMP)
 
 tests: $(DEV_STAMP)
 	$(call say,tests of the models and engines: on both cores)
-	@$(PYTEST) -m 'not gpu and not soak and not sound and not web' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not sound and not web and not peers' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
 	$(call say,tests of the appliance: many watch the clock, so they have the machine to themselves)
-	@$(PYTEST) -m 'not gpu and not soak and not sound and not web' tests/appliance $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not gpu and not soak and not sound and not web and not peers' tests/appliance $(PYTEST_ARGS)
 
 # Needs: apt-get install --no-install-recommends pulseaudio pulseaudio-utils libasound2-plugins \
 #        libportaudio2
@@ -77,7 +77,7 @@ test-web: $(DEV_STAMP)
 
 soak: $(DEV_STAMP)
 	$(call say,soak: the long runs)
-	@$(PYTEST) -m 'soak and not gpu and not web' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'soak and not gpu and not web and not peers' $(PYTEST_ARGS)
 
 # Its peers: apt-get install --no-install-recommends sip-tester baresip-core kamailio libspeexdsp1
 test-lines: $(DEV_STAMP)
