@@ -110,6 +110,14 @@ def text(figures: Figures) -> list[str]:
         f"{figures.sent} frames said, {figures.delivered} heard, {figures.late} late, "
         f"{figures.filled} filled, {figures.discarded} discarded, {figures.concealed} concealed"
     ]
+    missed = {
+        "the microphone was late": figures.short,
+        "this process was late": figures.overslept,
+        "the box had one waiting": figures.paid_back,
+    }
+    if any(missed.values()):
+        why = ", ".join(f"{times} because {reason}" for reason, times in missed.items() if times)
+        lines.append(f"ticks without a frame: {why}")
     if figures.parts:
         lines.append("from mouth to ear, ms:                                   p50    p99    max")
         lines += [
