@@ -31,7 +31,7 @@ Kind = Callable[[StageSpec, KernelSpec], Shapes]
 
 Raises KeyError naming a number that is missing, ValueError with what else contradicts the kind."""
 
-KINDS: dict[str, Kind] = {**lm_kinds.KINDS, **codec_kinds.KINDS}
+KINDS: dict[str, Kind] = {**lm_kinds.SHAPES, **codec_kinds.KINDS}
 
 
 def faults(manifest: Manifest, stage: StageSpec) -> Iterator[str]:

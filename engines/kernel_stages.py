@@ -84,9 +84,9 @@ class Kind:
 
 def kinds() -> dict[str, Kind]:
     """By `KernelSpec.kind`. A kind that is not here runs as its graph."""
-    from engines.kernels import codec  # families are written in this file's words
+    from engines.kernels import codec, depth, gated  # families are written in this file's words
 
-    return {**codec.CODEC_KINDS}
+    return {**gated.KINDS, **depth.KINDS, **codec.CODEC_KINDS}
 
 
 @dataclass(frozen=True, slots=True)

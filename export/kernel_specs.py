@@ -1,7 +1,7 @@
 """Which stages have a kernel of ours, and what it is told: `StageSpec.kernel` of every stage.
 
 Asked for after the graphs have been traced, which is what gives most weights their places. Not
-here: what each family of kernels needs (`codec_kernel_specs`), the kernels.
+here: what each family of kernels needs (`codec_kernel_specs`, `lm_kernel_specs`), the kernels.
 """
 
 from collections.abc import Iterable
@@ -10,8 +10,9 @@ import msgspec
 
 from engines.bundle import KernelSpec, StageSpec
 from export.codec_kernel_specs import codec_kernel
-from export.ring_stages import DecodePiece, EncodePiece
-from export.stages import StageGraph
+from export.lm_kernel_specs import depth_kernel, temporal_kernel
+from export.ring_stages import DecodePiece, EncodePiece, TemporalPiece
+from export.stages import Depth, StageGraph
 from export.to_onnx import Weights
 
 Kernels = dict[str, KernelSpec]
@@ -27,6 +28,10 @@ def kernels_of(graphs: Iterable[StageGraph], weights: Weights) -> Kernels:
 def kernel_of(graph: StageGraph, weights: Weights) -> KernelSpec | None:
     if isinstance(graph, EncodePiece | DecodePiece):
         return codec_kernel(graph, weights)
+    if isinstance(graph, TemporalPiece):
+        return temporal_kernel(graph, weights)
+    if isinstance(graph, Depth):
+        return depth_kernel(graph, weights)
     return None
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines import cuda, cuda_executor, gpu, ort_executor, ring_launch
+from engines import cuda, cuda_executor, gpu, kernel_stages, ort_executor, ring_launch
 from engines.bundle import StageSpec
 from engines.kernels import ring_reference
 from engines.kernels.ring_attention import CacheType, RingParams, RingShape
@@ -334,5 +334,8 @@ def install(
         monkeypatch.setattr(cuda_executor, "open_device", lambda ordinal: FakeDevice(driver))
     monkeypatch.setattr(cuda_executor, "TickKernels", HostKernels)
     monkeypatch.setattr(ring_launch, "load_kernels", HostRings)
+    from tests.engines import fake_kernels  # it reads this file's memory
+
+    monkeypatch.setattr(kernel_stages, "kinds", lambda: fake_kernels.KINDS)
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_load", load)
     return driver

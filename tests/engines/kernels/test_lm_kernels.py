@@ -1,0 +1,184 @@
+"""The language model's kernels without a GPU: plans, the ABI, and that they compile."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.kernels import depth, gated, linear, nvrtc
+from engines.kernels import lm_reference as ref
+from engines.kernels.linear import (
+    FEW,
+    H200,
+    MOST,
+    TILES,
+    Choice,
+    Finish,
+    Product,
+    Room,
+    choose,
+    few,
+    many,
+    partials_bytes,
+    target_of,
+)
+from tests.engines.kernels.lm_rig import depth_stage
+
+needs_compiler = pytest.mark.skipif(
+    not nvrtc.is_installed(),
+    reason="needs NVRTC: pip install 'cuda-bindings==13.0.*' 'nvidia-cuda-nvrtc==13.0.*'",
+)
+
+PRODUCTS = (
+    Product(12_288, 4096),
+    Product(11_264, 4096, Finish.GATE),
+    Product(4096, 11_264, Finish.ADD),
+    Product(4096, 4096, Finish.ADD),
+    Product(32_000, 4096, Finish.FLOAT),
+    Product(3072, 1024),
+    Product(1024, 2816, Finish.ADD),
+    Product(1000, 192),
+)
+SMALL = Room(multiprocessors=84, shared_bytes=100 << 10, block_bytes=99 << 10)
+"""An RTX 30 or 40."""
+
+
+@pytest.mark.parametrize("room", [H200, SMALL], ids=["h200", "small"])
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_every_batch_has_a_launch_that_covers_all_outputs(product: Product, room: Room) -> None:
+    halves = 2 if product.finish is Finish.GATE else 1
+    for batch in range(1, MOST + 1):
+        choice = choose(product, batch, is_half=True, room=room)
+        assert choice.shared_bytes <= room.block_bytes, (batch, choice)
+        if batch <= FEW:
+            rows = 16 * linear.WARPS // product.slices
+        else:
+            assert 8 * choice.tiles >= batch
+            rows = choice.height
+        assert choice.blocks[0] * rows // choice.blocks_per_sum >= product.outputs * halves
+
+
+def test_what_float32_or_an_odd_length_needs_is_the_plain_kernel() -> None:
+    odd = Product(20, 36)
+    assert odd.slices == 0
+    assert choose(odd, 5, is_half=True).kernel == "linear_plain"
+    plain = choose(PRODUCTS[0], 5, is_half=False)
+    assert (plain.kernel, plain.blocks) == ("linear_plain", (12_288 // 8, 2, 1))
+
+
+def test_sums_are_cut_by_the_shape_alone() -> None:
+    assert [p.slices for p in PRODUCTS] == [4, 4, 4, 4, 4, 4, 4, 1]
+    assert Product(8, 128).slices == 2
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_scratch_holds_the_parts_of_every_choice(product: Product) -> None:
+    for batch in (9, 16, 64, 160):
+        for height in (64, 128):
+            choice = many(product, batch, height, is_split=True)
+            stored = choice.blocks[0] * height * 8 * choice.tiles * 4
+            assert stored <= partials_bytes(product, batch), (batch, height)
+            assert choice.blocks[0] <= 16_384 or choice.blocks_per_sum == 1, "a counter each"
+    assert partials_bytes(product, 160) >= partials_bytes(product, 64)
+
+
+STRUCTS = [
+    ("linear.cu", linear.LinearParams),
+    ("linear.cu", linear.NormParams),
+    ("gated.cu", gated.EmbedParams),
+    ("gated.cu", gated.CountParams),
+    ("depth.cu", depth.AttendParams),
+    ("depth.cu", depth.ChooseParams),
+]
+C_TYPES = {"u64": ctypes.c_uint64, "u32": ctypes.c_uint32, "float": ctypes.c_float}
+C_TYPES["int"] = ctypes.c_int
+
+
+@pytest.mark.parametrize(("file", "twin"), STRUCTS, ids=[s.__name__ for _, s in STRUCTS])
+def test_a_kernels_argument_is_laid_out_as_its_source_says(
+    file: str, twin: type[ctypes.Structure]
+) -> None:
+    source = linear.SOURCE.with_name(file).read_text()
+    body = re.search(rf"struct {twin.__name__} \{{(.*?)\n\}};", source, re.DOTALL)
+    assert body, file
+    said = re.findall(r"^\s+(u64|u32|int|float) (\w+)(?:\[MOST_STREAMS\])?;", body[1], re.MULTILINE)
+    fields = [(field[0], field[1]) for field in twin._fields_]
+    assert [name for _, name in said] == [name for name, _ in fields]
+    for (c_type, name), (_, ours) in zip(said, fields, strict=True):
+        element = getattr(ours, "_type_", None) if name == "delays" else ours
+        assert element is C_TYPES[c_type], name
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
+def test_the_kernels_compile_for_every_target(target: str) -> None:
+    product = Product(4096, 1024)
+    choices = [few(product, 1, stages=4)]
+    if target in ("sm_80", "sm_90a", "sm_120"):
+        choices.append(many(product, 16, 64, is_split=True, stages=4))
+    for choice in choices:
+        compiled = nvrtc.compile_source(linear.SOURCE, linear.definitions(1, choice), target)
+        assert "warning" not in compiled.log, compiled.log
+        assert choice.kernel.encode() in compiled.ptx
+        assert (b"wgmma" in compiled.ptx) == (target == "sm_90a" and choice.tiles > 0)
+    if target == "sm_80":
+        for source in (gated.SOURCE, depth.SOURCE):
+            nvrtc.compile_source(source, {"LINEAR_ELEMENT": 0}, target)
+
+
+def test_wgmma_is_for_one_target_only() -> None:
+    assert target_of((9, 0)) == "sm_90a"
+    assert target_of((8, 6)) == "sm_86"
+    assert target_of((12, 0)) == "sm_120"
+
+
+def test_definitions_tell_choices_apart() -> None:
+    seen = set()
+    for tiles in TILES:
+        for height in (64, 128):
+            for is_split in (False, True):
+                choice = many(PRODUCTS[0], 8 * tiles, height, is_split)
+                seen.add(str(linear.definitions(1, choice)))
+    assert len(seen) == len(TILES) * 4
+    plain = Choice("linear_plain", (1, 1, 1))
+    assert linear.definitions(0, plain)["LINEAR_TILES"] == 0
+
+
+def test_the_reference_chooses_as_the_graphs_do() -> None:
+    """Without ties, whose order torch leaves open; with them by id, as ONNX says."""
+    torch = pytest.importorskip("torch")
+    from export.models.sampling import Taste
+
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(200, 90)).astype(np.float32)
+    noise = rng.gumbel(size=(200, 40)).astype(np.float32)
+    heat = rng.choice(np.array([0, 0.5, 1.5], np.float32), 200)
+    top_k = rng.choice([0, 1, 7, 40, 99], 200)
+    taste = Taste(torch.tensor(heat), torch.tensor(top_k), 40)
+    expected = taste.choose(torch.tensor(logits), torch.tensor(noise))
+    found = [
+        ref.choose(*row) for row in zip(logits, noise, heat.tolist(), top_k.tolist(), strict=True)
+    ]
+    assert found == expected.tolist()
+    even = np.zeros(90, np.float32)
+    assert ref.choose(even, noise[0], 0, 0) == 0
+    assert ref.choose(even, noise[0], 1, 5) == int(noise[0][:5].argmax())
+
+
+def test_scratch_of_a_stage_grows_with_its_slots_and_begins_aligned() -> None:
+    stage = depth_stage("bfloat16", hidden=256, features=128, gate=64, heads=2)
+    kind = depth.KINDS["depth"]
+    sizes = [kind.scratch_bytes(stage, slots) for slots in (1, 8, 9, 64, 160)]
+    assert sizes == sorted(sizes)
+    assert all(size % 256 == 0 for size in sizes)
+
+
+def test_sources_include_nothing_of_a_toolkit() -> None:
+    for source in (linear.SOURCE, gated.SOURCE, depth.SOURCE):
+        included = re.findall(r'#include (["<].*)', Path(source).read_text())
+        assert included == ['"linear_types.cuh"']
