@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines import plans
+from engines import caches, plans
 from engines.bundle import Bundle
 from engines.plans import Machine, Plan, Plans
 
@@ -50,6 +50,11 @@ def describe(bundle: Bundle, found: list[Found], machine: Machine) -> dict[str, 
         "bundle": str(bundle.path),
         "model": bundle.manifest.model.name,
         "largest_batch": bundle.manifest.largest_batch,
+        "caches": {
+            cache.dtype: {"rings": cache.rings, "bytes": cache.bytes}
+            for cache in caches.caches(bundle.manifest)
+        },
+        "session_bytes": bundle.manifest.session_bytes(bundle.manifest.ticks_until_full()),
         "machine": {
             "platform": machine.platform,
             "gpu": machine.gpu,
@@ -75,6 +80,7 @@ def lines(bundle: Bundle, found: list[Found], machine: Machine) -> Iterator[str]
     """A page of text."""
     manifest = bundle.manifest
     yield f"{bundle.path}: {manifest.model.name}, batch profiles 1..{manifest.largest_batch}"
+    yield caches.sentence(manifest)
     gpu = f"{machine.gpu} ({plans.target_of(machine.compute_capability)})" if machine.gpu else ""
     has = ", ".join(f"{flavour} {version}" for flavour, version in machine.versions)
     yield f"this machine: {machine.platform}, {gpu or 'no NVIDIA GPU'}, {has or 'no TensorRT'}"

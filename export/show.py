@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from engines import caches
 from engines.bundle import Manifest, PromptSpec, RegionSpec, TensorSpec
 
 AGES_S = (0, 60)
@@ -114,6 +115,7 @@ def _region_table(manifest: Manifest) -> Iterator[str]:
     total = "".join(f"{binary(manifest.session_bytes(ticks)):>11}" for ticks in ages.values())
     yield f"  {'one session':<42}{'':<26}{total}"
     yield f"  a session stops growing {full_s:g} s into its call"
+    yield f"  {caches.sentence(manifest)}"
 
 
 def _families(regions: tuple[RegionSpec, ...]) -> Iterator[list[RegionSpec]]:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engines import caches
 from engines.bundle import Manifest, RegionSpec
 from engines.clocks import ClockKind
 from engines.plans import INSTALL, Flavour, Machine, graph_stages, target_of
@@ -222,3 +223,4 @@ def table(manifest: Manifest | None) -> Iterator[str]:
             f"sessions of {manifest.model.name} at full retention, an upper bound from traffic and "
             f"size alone; only a measurement on the box says what it serves"
         )
+        yield caches.sentence(manifest)

@@ -28,7 +28,7 @@ ALLOWED = {
         "export",
         # formats, and what follows
         *("engines.bundle", "engines.clocks", "engines.golden", "engines.plans"),
-        "engines.ring_stage",  # the format of one built-in stage
+        *("engines.ring_stage", "engines.caches"),  # the format of one built-in stage, its rings
         "engines.machine",  # what can be built here depends on what is here
     ),
     "appliance": ("appliance", "engines"),
