@@ -171,11 +171,13 @@ def test_one_engine_lost_costs_only_its_own_sessions(tmp_path: Path, sockets: Pa
         name.unlink()  # what a killed process could not
 
 
-def serve(folder: Path, sockets: Path, name: str, more: str = "") -> "subprocess.Popen[str]":
+def serve(
+    folder: Path, sockets: Path, name: str, more: str = "", priority: int = 0
+) -> "subprocess.Popen[str]":
     config = folder / f"{name}.toml"
     config.write_text(
         f'[engine]\nbundle = "{demonstration.BUNDLE}"\nslots = 4\n'
-        f"[clock]\ndrain_s = 1\nrealtime_priority = 0\n"
+        f"[clock]\ndrain_s = 1\nrealtime_priority = {priority}\n"
         f'[control]\nsocket = "{sockets / f"{name}.sock"}"\n[ledger]\nfolder = "{folder / name}"\n'
         f"[admission]\ncalibrate_s = 0\nmin_margin_ms = 0\n{more}"
     )
