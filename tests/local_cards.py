@@ -5,6 +5,7 @@ an echo. `Sim` jumps from one thing to the next, so 20 minutes take seconds.
 """
 
 import itertools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -127,7 +128,7 @@ class Sim:
         """made_ns: how long after its start a tick's frame is there. turn_ns: how often the line
         looks. says: what the model says in a tick, (S,) float32; None: what it hears."""
         self.card = card
-        self.channel = Channel.create(f"dbx-local-test-{next(_names)}", SAMPLES)
+        self.channel = Channel.create(f"dbx-local-{os.getpid()}-{next(_names)}", SAMPLES)
         self.call = LocalCall(Wish("somebody"), WELCOME, [], 0)
         self.cleaner = cleaner or Untouched()
         self.attach()

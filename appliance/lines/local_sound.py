@@ -29,6 +29,10 @@ MICROPHONE_SPARE_NS = 10 * NS_PER_MS
 """What the microphone's samples may be late by: callbacks of a busy machine, and our own look
 every 2 ms."""
 
+WORST_NS = 15 * NS_PER_MS
+"""A lateness beyond that costs a frame and is over; to hold back more from then on would be delay
+for the next minute."""
+
 SPEAKER_SPARE_NS = 12 * NS_PER_MS
 """What this process may be late by with a frame before the loudspeaker runs dry."""
 
@@ -147,7 +151,7 @@ class Microphone:
             rate_hz,
             period_ns,
             spare_ns=MICROPHONE_SPARE_NS,
-            steer=self.drift.steer,
+            steer=self._steer,
             cut_ns=SURPLUS_NS,
             keep_ns=MICROPHONE_SPARE_NS,
         )
@@ -159,6 +163,9 @@ class Microphone:
         self._heard = np.zeros(exchange.block, np.float32)
         self._played = np.zeros(exchange.block, np.float32)
         self._gain = 1.0
+
+    def _steer(self, surplus_ns: int) -> float:
+        return self.drift.steer(max(surplus_ns, -WORST_NS))
 
     def listen(self, now_ns: int, take_ns: int) -> None:
         """Fetch whatever blocks have come. take_ns: when `take` is due next, later than now."""
