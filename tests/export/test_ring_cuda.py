@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench import ring_tick
-from engines import bundle, ring_launch
+from engines import bundle, kernel_stages, ring_launch
 from engines.bundle import Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.executor import Executor
@@ -23,7 +23,7 @@ from engines.program import Buffer
 from export import build, tiny
 from export.source import from_modules
 from export.tiny import MICRO
-from tests.engines import fake_driver
+from tests.engines import fake_codec, fake_driver
 from tests.engines.fake_driver import FakeDriver
 from tests.export.calls import GREEDY, speech
 
@@ -32,10 +32,11 @@ pytestmark = pytest.mark.torch
 CONFIG = replace(
     MICRO,
     name="micro-wide",
-    mimi=replace(MICRO.mimi, dimension=64, heads=1),
+    mimi=replace(MICRO.mimi, filters=8, dimension=64, heads=1),
     lm=replace(MICRO.lm, dimension=128, heads=2, context=16),
 )
-"""Heads of 64, as the kernel wants them; rings of several pages of the fake driver."""
+"""Heads of 64 and widths of fours, as the kernels want them; rings of several pages of the fake
+driver."""
 SEED = 3
 """With it no choice of this call is nearer than float32 can tell apart."""
 EAGER = CudaOptions(graphs=False)
@@ -53,7 +54,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    return fake_driver.install(monkeypatch)
+    driver = fake_driver.install(monkeypatch)
+    kinds = kernel_stages.kinds() | fake_codec.KINDS
+    monkeypatch.setattr(kernel_stages, "kinds", lambda: kinds)
+    return driver
 
 
 def calls(executor: Executor) -> tuple[list[np.ndarray], list[np.ndarray]]:
