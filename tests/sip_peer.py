@@ -115,7 +115,9 @@ class Phone:
         self.timestamp = random.getrandbits(31)
         self.ssrc = random.getrandbits(32)
         self.said: list[str] = []
-        """Requests the box sent, first lines."""
+        """Requests the box sent, whole."""
+        self.refuses = ""
+        """The method that is answered with 603."""
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +196,9 @@ class Phone:
 
     def respond(self, text: str, status: str = "200 OK") -> None:
         """Answer a request of the box."""
-        self.said.append(text.partition("\r\n")[0])
+        self.said.append(text)
+        if self.refuses and text.startswith(self.refuses):
+            status = "603 Decline"
         if text.startswith("ACK"):
             return
         kept = [x for x in text.split("\r\n") if re.match(r"(Via|From|To|Call-ID|CSeq):", x)]
@@ -205,7 +209,7 @@ class Phone:
         self.send(("\r\n".join(head) + "\r\n\r\n" + body).encode())
 
     def listen(self, seconds: float) -> list[str]:
-        """Answer what the box asks for a while; the first lines of it."""
+        """Answer what the box asks for a while; what that was."""
         before = len(self.said)
         until = now_s() + seconds
         while (left := until - now_s()) > 0:

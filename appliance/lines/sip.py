@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drain", type=int, default=30, metavar="S", help="how long calls may go on (%(default)s)"
     )
     parser.add_argument("--verbose", action="store_true", help="log what only a developer needs")
+    parser.add_argument(
+        "--csv",
+        metavar="DAY",
+        help="print the records of calls from that day on, such as 20260131, and end; all: all",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -69,6 +74,8 @@ def run_sip(args: argparse.Namespace) -> int:
         return _fail(str(err), EXIT_CONFIG)
     if config.sip is None:
         return _fail(f"{args.config} has no table [sip]; see docs/telephone.md", EXIT_CONFIG)
+    if args.csv:
+        return _print_records(config.sip.records, "" if args.csv == "all" else args.csv)
     log.set_up(verbose=args.verbose)
     socket = args.socket or config.control.socket
     if args.worker:
@@ -78,6 +85,19 @@ def run_sip(args: argparse.Namespace) -> int:
     if args.verbose:
         command.append("--verbose")
     return Supervisor(command).run()
+
+
+def _print_records(path: Path, since: str) -> int:
+    import sqlite3
+
+    from appliance.lines.sip_records import read, write_csv
+
+    try:
+        rows = read(path, since)
+    except (OSError, sqlite3.Error) as err:
+        return _fail(f"[sip] records = {path}: {err}", 2)
+    write_csv(rows, sys.stdout)
+    return 0
 
 
 class Supervisor:

@@ -18,6 +18,8 @@ from typing import TextIO
 
 import msgspec
 
+from appliance.clock import wall_stamp
+
 logger = logging.getLogger(__name__)
 
 VERSION = 1
@@ -86,7 +88,7 @@ class Records:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _open(path) as table:
             lost = table.execute(
-                "UPDATE calls SET ended = began, why = ? WHERE ended = ''", (LOST,)
+                "UPDATE calls SET ended = ?, why = ? WHERE ended = ''", (wall_stamp(), LOST)
             )
             self.lost = lost.rowcount
             """Calls that were on when the process before this one ended."""

@@ -18,6 +18,9 @@ from tests.sip_peer import CLOCK, PACKET_S, Phone, Refused, now_s, sleep
 pytestmark = pytest.mark.slow
 
 
+DIGITS = 'digits = { "#" = "hang-up", "0" = "sip:desk@127.0.0.1:9" }'
+
+
 class SlowBox(FakeBox):
     """Answers a Join only when the test says so."""
 
@@ -45,7 +48,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowBox]:
 @pytest.fixture(scope="module")
 def running(box: SlowBox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     folder = tmp_path_factory.mktemp("line")
-    with line(folder, box.path, "media_timeout_s = 3", 'digits = { "#" = "hang-up" }') as made:
+    with line(folder, box.path, "media_timeout_s = 3", DIGITS) as made:
         sleep(1.2)  # the box has been asked how it is, and that socket is closed again
         made.sockets = sockets(made)
         yield made
@@ -206,6 +209,20 @@ def test_keys_come_on_any_payload_type_with_or_without_a_marker(
     until(lambda: running.rows()[-1].ended)
     row = running.rows()[-1]
     assert (row.digits, row.why) == ("7#", "key #")
+
+
+def test_a_key_transfers_the_caller_and_one_who_will_not_go_stays(
+    box: SlowBox, phone: Phone
+) -> None:
+    phone.dial()
+    phone.talk(speech(0.2))
+    phone.refuses = "REFER"
+    phone.digit("0")
+    refer = next(text for text in phone.listen(1.0) if text.startswith("REFER "))
+    assert "Refer-To: sip:desk@127.0.0.1:9" in refer.replace("<", "").replace(">", "")
+    assert phone.talk(speech(0.5)).arrived_s.size > 15
+    assert phone.hang_up() == 200
+    until(lambda: box.live() == 0)
 
 
 def test_a_peer_that_vanishes_is_noticed_by_its_silence(running: Line, box: SlowBox) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -237,6 +238,89 @@ def test_sipp_thousands_of_short_calls_leave_nothing_behind(tmp_path: Path) -> N
     assert len(running.rows()) == calls
     assert after.descriptors <= settled.descriptors + 2
     assert after.rss_kb < settled.rss_kb * 1.25
+
+
+# --- what is no telephone
+
+
+def torture(phone: Phone) -> list[bytes]:
+    """Messages of the kinds RFC 4475 collects: some legal and odd, most not."""
+    body = phone.sdp()
+    invite = phone.request("INVITE", body, sequence=1)
+    head, _, _ = invite.partition(b"\r\n\r\n")
+    odd = [
+        invite.replace(b"INVITE sip", b"INVITE  sip", 1),
+        invite.replace(b"SIP/2.0\r\n", b"SIP/7.0\r\n", 1),
+        invite.replace(b"CSeq: 1 INVITE", b"CSeq: 36893488147419103232 INVITE"),
+        invite.replace(b"CSeq: 1 INVITE", b"CSeq: 1 REGISTER"),
+        invite.replace(b"Max-Forwards: 70", b"Max-Forwards: 300"),
+        invite.replace(b"Max-Forwards: 70", b"Max-Forwards: 0"),
+        invite.replace(b"Content-Length: ", b"Content-Length: -"),
+        invite.replace(b"Content-Length: ", b"Content-Length: 9999"),
+        invite.replace(b"Call-ID: ", b"Call-ID: x\r\nCall-ID: "),
+        invite.replace(b"From: ", b"From: \x00\xff\xfe"),
+        invite.replace(b'"Test"', b'"Te\\"st'),
+        invite.replace(b'"Test"', b'"' + b"A" * 20_000 + b'"'),
+        invite.replace(b"Via: ", b"Via: " + b"SIP/2.0/UDP a;branch=b, " * 500),
+        invite.replace(b"To: <", b"To: <<<<<"),
+        invite.replace(b"tag=", b"tag=%00%ff"),
+        invite.replace(b"sip:bot", b"sip:%62%6f%74"),
+        invite.replace(b"sip:bot", b"sips:bot"),
+        invite.replace(b"sip:bot", b"http://bot"),
+        invite.replace(b"\r\n", b"\n"),
+        invite.replace(b"\r\n", b"\r\n\t "),
+        invite.replace(b"m=audio", b"m=" + b"9" * 5_000),
+        invite.replace(b"RTP/AVP 0", b"RTP/AVP " + b"0 " * 3_000),
+        invite.replace(b"c=IN IP4 127.0.0.1", b"c=IN IP4 999.999.1.1"),
+        invite.replace(b"c=IN IP4 127.0.0.1", b"c=IN IP6 ::%lo"),
+        head,
+        b"\r\n\r\n",
+        b"\0" * 1_400,
+        b"SIP/2.0 200 OK\r\n\r\n",
+        b"SIP/2.0 4294967301 better not break the receiver\r\n\r\n",
+    ]
+    for method in ("NOTIFY", "SUBSCRIBE", "MESSAGE", "INFO", "REFER", "PRACK", "PUBLISH", "!#$%&"):
+        odd.append(phone.request(method, sequence=1, extra="Refer-To: <sip:x@127.0.0.1:9>\r\n"))
+    return odd
+
+
+def test_torture_and_mutated_packets_cost_a_call_in_progress_nothing(tmp_path: Path) -> None:
+    """100,000 packets; DUPLEXBOX_PACKETS is for smaller machines."""
+    packets = int(os.environ.get("DUPLEXBOX_PACKETS", "100000"))
+    chance = random.Random(4475)
+    with ExitStack() as stack:
+        box = stack.enter_context(FakeBox(tmp_path))
+        running = stack.enter_context(line(tmp_path, box.path, "calls_per_s = 5"))
+        phone = stack.enter_context(Phone("bot", running.port))
+        stranger = stack.enter_context(Phone("bot", running.port, source="127.0.0.7"))
+        phone.dial()
+        worker = running.worker()
+        seeds = [*torture(stranger), stranger.request("INVITE", stranger.sdp(), sequence=1)]
+        sent = 0
+        missed = 0
+        while sent < packets:
+            for _ in range(2_000):
+                raw = bytearray(chance.choice(seeds))
+                for _ in range(chance.choice((0, 1, 3, 30))):
+                    at = chance.randrange(len(raw))
+                    raw[at] = chance.randrange(256)
+                if chance.random() < 0.2:
+                    raw = raw[: chance.randrange(1, len(raw) + 1)]
+                stranger.send(bytes(raw[:60_000]))
+                sent += 1
+            heard = phone.talk(speech(1.0))
+            missed += 50 - min(50, heard.arrived_s.size)
+        assert running.worker() == worker
+        assert phone.hang_up() == 200
+        with Phone("bot", running.port) as other:  # and it still takes calls
+            other.dial()
+            other.hang_up()
+        until = now_s() + 60
+        while not all(session.gone for session in box.sessions):
+            assert now_s() < until
+            sleep(0.1)
+    print_figures("torture", sent=sent, rtp_missed=missed, sessions=len(box.sessions))
+    assert missed <= packets // 2_000  # one a second, at the seams of `talk`
 
 
 # --- Kamailio
