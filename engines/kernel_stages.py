@@ -23,6 +23,8 @@ import numpy as np
 from engines import cuda
 from engines.bundle import Bundle, BundleError, StageSpec, WeightSpec
 from engines.cuda import Device, DevicePtr, Stream
+from engines.kernels import nvrtc
+from engines.kernels.nvrtc import Job
 from engines.program import Buffer, Step
 
 Address = Callable[[Buffer], DevicePtr]
@@ -80,6 +82,9 @@ class Kind:
     Raises `nvrtc.NoCompiler`, `BundleError` when there is no kernel for a stage's shape."""
     scratch_bytes: Callable[[StageSpec, int], int]
     """Of a stage of this kind and that many slots. Pure."""
+    jobs: Callable[[Iterable[StageSpec], int, Device], list[Job]] = lambda stages, slots, device: []
+    """What stages of the family will want compiled for that many slots: done at once, on all cores,
+    where each on its own would keep a start waiting."""
 
 
 def kinds() -> dict[str, Kind]:
@@ -99,6 +104,7 @@ class KernelPlan:
     """Of every distinct slice, in one allocation."""
     weights_bytes: int
     scratch_bytes: int
+    slots: int
 
     @property
     def total_bytes(self) -> int:
@@ -118,7 +124,7 @@ def plan_kernels(stages: Iterable[StageSpec], slots: int) -> KernelPlan:
             if weight not in offsets:
                 offsets[weight] = end
                 end += -(-weight.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return KernelPlan(ours, offsets, end, scratch + COUNTER_BYTES if ours else 0)
+    return KernelPlan(ours, offsets, end, scratch + COUNTER_BYTES if ours else 0, slots)
 
 
 class KernelStages:
@@ -164,6 +170,12 @@ class KernelStages:
             kind = known[stage.kernel.kind]
             members.setdefault(kind.family, []).append(stage)
             loaders[kind.family] = kind
+        wanted = [
+            job
+            for name, stages in members.items()
+            for job in loaders[name].jobs(stages, plan.slots, device)
+        ]
+        nvrtc.compile_all({str(job): job for job in wanted}.values(), folder)
         for name, stages in members.items():
             self._families[name] = loaders[name].load(stages, device, folder)
         scratch = self._allocate(plan.scratch_bytes)

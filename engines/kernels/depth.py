@@ -28,10 +28,12 @@ from engines.kernels.linear import (
     Norm,
     Product,
     Rows,
+    jobs,
     launch_of,
     partials_bytes,
 )
 from engines.kernels.lm_kinds import MOST_STREAMS
+from engines.kernels.nvrtc import Job
 
 SOURCE = Path(__file__).with_name("depth.cu")
 CHOOSERS = 1024
@@ -288,5 +290,10 @@ def _scratch_bytes(stage: StageSpec, slots: int) -> int:
     return _Areas(_Shape(stage), dtype_of(stage), slots).nbytes
 
 
-KINDS = {"depth": Kind("depth", DepthKernels, _scratch_bytes)}
+def _jobs(stages: Iterable[StageSpec], slots: int, device: Device) -> list[Job]:
+    (stage,) = stages
+    return jobs(_Shape(stage).products.values(), slots, dtype_of(stage), device)
+
+
+KINDS = {"depth": Kind("depth", DepthKernels, _scratch_bytes, _jobs)}
 """For `kernel_stages.kinds`."""

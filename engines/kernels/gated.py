@@ -29,10 +29,12 @@ from engines.kernels.linear import (
     Norm,
     Product,
     Rows,
+    jobs,
     launch_of,
     partials_bytes,
 )
 from engines.kernels.lm_kinds import MOST_STREAMS
+from engines.kernels.nvrtc import Job
 
 SOURCE = Path(__file__).with_name("gated.cu")
 ALIGN_BYTES = 256
@@ -278,8 +280,14 @@ def _scratch_bytes(stage: StageSpec, slots: int) -> int:
     return _Areas(stage, slots).nbytes
 
 
+def _jobs(stages: Iterable[StageSpec], slots: int, device: Device) -> list[Job]:
+    held = list(stages)
+    products = {product for stage in held for product in _products(stage).values()}
+    return jobs(products, slots, dtype_of(held[0]), device)
+
+
 KINDS = {
-    name: Kind("gated", GatedKernels, _scratch_bytes)
+    name: Kind("gated", GatedKernels, _scratch_bytes, _jobs)
     for name in ("gated_first", "gated_piece", "gated_last")
 }
 """For `kernel_stages.kinds`."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from typing import NamedTuple
 from engines.bundle import Dtype
 from engines.cuda import Device, DevicePtr, Function, LaunchShape, Module, Stream
 from engines.kernels import nvrtc
+from engines.kernels.nvrtc import Job
 
 SOURCE = Path(__file__).with_name("linear.cu")
 ELEMENTS: dict[Dtype, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -222,6 +223,28 @@ def partials_bytes(product: Product, batch: int) -> int:
     return (-(-rows // 128) + 1) * 128 * 8 * tiles * 4 * product.slices
 
 
+def jobs(products: Iterable[Product], slots: int, dtype: Dtype, device: Device) -> list[Job]:
+    """Everything that batches of 1 to ``slots`` sessions may need compiled."""
+    is_half, room = dtype != "float32", room_of(device)
+    made = [definitions(ELEMENTS[dtype], BARE)]
+    for product in products:
+        for batch in range(1, min(slots, MOST) + 1):
+            choices = [choose(product, batch, is_half=is_half, room=room)]
+            if batch == 1 and is_half and product.slices:
+                choices.append(few(product, 1, normed=True, room=room))
+            made += [definitions(ELEMENTS[dtype], choice) for choice in choices]
+    target = target_of(device.compute_capability)
+    return [Job(SOURCE, one, target) for one in {str(one): one for one in made}.values()]
+
+
+def room_of(device: Device) -> Room:
+    return Room(
+        device.attribute("MULTIPROCESSOR_COUNT"),
+        device.attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+    )
+
+
 class LinearParams(ctypes.Structure):
     """Twin of ``LinearParams`` in linear.cu."""
 
@@ -265,11 +288,7 @@ class LinearKernels:
         self._target, self._folder = target_of(device.compute_capability), folder
         self._element = ELEMENTS[dtype]
         self.is_half = dtype != "float32"
-        self.room = Room(
-            device.attribute("MULTIPROCESSOR_COUNT"),
-            device.attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
-            device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
-        )
+        self.room = room_of(device)
         self._modules: dict[str, Module] = {}
         self._functions: dict[str, tuple[Function, int]] = {}
         self._norm = self._module(BARE).function("norm_rows")

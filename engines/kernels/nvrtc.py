@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ class Compiled:
     cubin: bytes
     ptx: bytes
     log: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to compile."""
+
+    source: Path
+    definitions: Mapping[str, str | int]
+    target: str
 
 
 def compile_source(source: Path, definitions: Mapping[str, str | int], target: str) -> Compiled:
@@ -92,6 +102,17 @@ def compile_cached(
         part.write_bytes(compiled)
         part.rename(cubin)
     return compiled
+
+
+def compile_all(jobs: Iterable[Job], folder: Path) -> None:
+    """`compile_cached` of every job at once, on all cores. Raises NoCompiler, DoesNotCompile."""
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        waiting = [
+            workers.submit(compile_cached, job.source, job.definitions, job.target, folder)
+            for job in jobs
+        ]
+        for job in waiting:
+            job.result()
 
 
 def is_installed() -> bool:

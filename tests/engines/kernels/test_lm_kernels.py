@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +148,34 @@ def test_definitions_tell_choices_apart() -> None:
     assert len(seen) == len(TILES) * 4
     plain = Choice("linear_plain", (1, 1, 1))
     assert linear.definitions(0, plain)["LINEAR_TILES"] == 0
+
+
+class H200Device:
+    """As much of a `Device` as is asked for."""
+
+    compute_capability = (9, 0)
+
+    def attribute(self, name: str) -> int:
+        return {
+            "MULTIPROCESSOR_COUNT": H200.multiprocessors,
+            "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": H200.shared_bytes,
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": H200.block_bytes,
+        }[name]
+
+
+def test_a_start_compiles_at_once_what_its_batches_will_ask_for() -> None:
+    device: Any = H200Device()
+    for dtype, is_half in (("bfloat16", True), ("float32", False)):
+        made = linear.jobs(PRODUCTS, 40, dtype, device)  # type: ignore[arg-type]
+        texts = [str(job.definitions) for job in made]
+        assert len(set(texts)) == len(texts)
+        assert {job.target for job in made} == {"sm_90a"}
+        element = linear.ELEMENTS[dtype]  # type: ignore[index]
+        for product in PRODUCTS:
+            for batch in range(1, 41):
+                asked = choose(product, batch, is_half=is_half)
+                assert str(linear.definitions(element, asked)) in texts
+    assert len(texts) == 1
 
 
 def test_the_reference_chooses_as_the_graphs_do() -> None:
