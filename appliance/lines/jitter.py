@@ -185,9 +185,7 @@ class Intake:
         if not self._spares:
             return
         counting = sorted(self._spares)[OUTLIERS if len(self._spares) > OUTLIERS else 0]
-        error_ms = (counting - self.spare_ns) / NS_PER_MS
-        # Too much to spare: make fewer samples, so that what is held shrinks.
-        self.ppm = float(np.clip(-error_ms * PPM_PER_MS, -MOST_PPM, MOST_PPM))
+        self.ppm = self._ppm_for(counting - self.spare_ns)
 
     def _cut(self) -> None:
         """Take out what a stall left behind, once it is clear that it stays."""

@@ -102,6 +102,7 @@ def drifts(ppm: float, seconds: int, turn_ns: int) -> None:
         assert spare_ns == pytest.approx(MICROPHONE_SPARE_NS, abs=6 * MS)
         # Lag: how much the way of a frame differs from that of any other.
         assert max(ways) - min(ways) < 80
+        assert sim.microphone.drift.ppm == pytest.approx(-ppm, abs=abs(ppm) * 0.8 + 5)
         assert sim.speaker.drift.drift_ppm == pytest.approx(ppm, abs=abs(ppm) * 0.8 + 5)
     finally:
         sim.close()
