@@ -11,6 +11,7 @@ once that calls `Device.make_current`.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
@@ -161,7 +162,7 @@ class Function:
         for that before it reads what others wrote (sm_90 and later; others wait as always).
         """
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        if overlaps:
+        if overlaps and _has_overlap():
             call(
                 "cuLaunchKernelEx",
                 _overlapping(shape, stream),
@@ -196,6 +197,13 @@ class Function:
         """Blocks of ``threads`` threads that one multiprocessor holds at a time."""
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         return int(call(name, self._handle, threads, 0))
+
+
+@functools.cache
+def _has_overlap() -> bool:
+    """Whether the device in use lets launches overlap; others refuse to be asked."""
+    major = _driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    return int(call("cuDeviceGetAttribute", major, call("cuCtxGetDevice"))) >= 9
 
 
 def _overlapping(shape: LaunchShape, stream: Stream) -> Any:
