@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_sip_arguments(sip)
     sip.set_defaults(run=run_sip)
 
+    audiosocket = verbs.add_parser("audiosocket", help="callers whom an Asterisk hands over")
+    _add_audiosocket_arguments(audiosocket)
+    audiosocket.set_defaults(run=run_audiosocket)
+
     talk = verbs.add_parser("talk", help="with this machine's microphone and loudspeaker")
     _add_talk_arguments(talk)
     talk.set_defaults(run=run_talk)
@@ -214,6 +218,18 @@ def run_sip(args: argparse.Namespace) -> int:
     from appliance.lines import sip
 
     return sip.run_sip(args)
+
+
+def _add_audiosocket_arguments(parser: argparse.ArgumentParser) -> None:
+    from appliance.lines import audiosocket
+
+    audiosocket.add_arguments(parser)
+
+
+def run_audiosocket(args: argparse.Namespace) -> int:
+    from appliance.lines import audiosocket
+
+    return audiosocket.run_audiosocket(args)
 
 
 def run_status(args: argparse.Namespace) -> int:
