@@ -141,8 +141,8 @@ def _draw(name: str, noise: Tensor) -> Tensor:
     """Values of the weight called ``name``; noise: standard normal, of its shape."""
     if noise.nbytes < INLINE_BYTES and name.startswith("mimi."):
         return torch.zeros_like(noise)
-    if "norm" in name and name.endswith("weight"):
-        return torch.ones_like(noise)
+    if name.endswith("alpha") or ("norm" in name and name.endswith("weight")):
+        return torch.ones_like(noise)  # as the graphs have them, for which norms are ones
     if name.endswith("squared"):
         return 200 + noise.abs()  # of centroids of 256 features near one
     if "emb" in name:
