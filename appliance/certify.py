@@ -244,7 +244,7 @@ def _hold(
             clock=ClockConfig(drain_s=5),
             control=ControlConfig(Path(socket_folder) / "control.sock"),
             ledger=LedgerConfig(folder),
-            admission=AdmissionConfig(),
+            admission=AdmissionConfig(calibrate_s=0) if asked.quick else AdmissionConfig(),
         )
         box = Box(config, executor, MonotonicClock(), engine.memory_bytes)
         box.switchboard.foresight.look_at_time = not search

@@ -28,7 +28,7 @@ from tests.fakes import PERIOD_NS, SAMPLES
 
 __all__ = ["socket_path"]
 ROOT = Path(__file__).parents[2]
-TALK_S = 6.0
+TALK_S = 4.0
 
 
 def beside() -> tuple[BesideConfig, ...]:
