@@ -22,7 +22,13 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
-from aiohttp import ClientError, ClientSession, ClientWebSocketResponse, WSMsgType
+from aiohttp import (
+    ClientError,
+    ClientSession,
+    ClientWebSocketResponse,
+    WSMsgType,
+    WSServerHandshakeError,
+)
 from numpy.typing import NDArray
 
 from appliance.clock import NS_PER_S, Clock, MonotonicClock
@@ -35,6 +41,10 @@ BLOCK_SAMPLES = RATE_HZ // 50
 
 ANSWER_S = 660.0
 """How long a box may take to let a caller in; it may have to feed a persona first."""
+
+
+HTTP = {401: "rules", 403: "rules", 429: "full", 503: "full"}
+"""What a line means that does not even open the socket."""
 
 
 class CallError(ConnectionError):
@@ -121,9 +131,16 @@ class WebClient:
             )
             call = cls(session, ws, codec, clock or MonotonicClock())
             await asyncio.wait_for(call._let_in(), ANSWER_S)
+        except CallError:
+            await session.close()
+            raise
+        except WSServerHandshakeError as err:
+            await session.close()
+            word = HTTP.get(err.status, "lost")
+            raise CallError(word, f"the line answered {err.status}") from None
         except (ClientError, TimeoutError, OSError) as err:
             await session.close()
-            raise err if isinstance(err, CallError) else CallError("lost", str(err)) from None
+            raise CallError("lost", str(err)) from None
         return call
 
     async def __aenter__(self) -> Self:

@@ -3,17 +3,21 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 from aiohttp import ClientSession
 
 from appliance.lines.web_client import OPUS, PCM, CallError, Heard, Told, WebClient, Words
 from appliance.lines.web_pages import FOLDER
 from tests.appliance.lines.test_web_server import Line
+from tests.appliance.test_box import ROOT
 from tests.fakes_line import FakeBox
 
 LIMIT_BYTES = 60_000
@@ -89,7 +93,7 @@ def test_what_a_page_asks_for_needs_the_token_and_the_page_itself_does_not(echo:
     assert json.loads(body)["model"] == "echo"
 
     async def call() -> None:
-        with pytest.raises(CallError):
+        with pytest.raises(CallError, match="rules: the line answered 401"):
             await WebClient.connect(f"http://127.0.0.1:{line.port}", token="wrong")
         token = "s3cret-s3cret-s3cret"
         async with await WebClient.connect(f"http://127.0.0.1:{line.port}", token=token):
@@ -185,3 +189,24 @@ def test_too_many_watchers_are_refused(line: Line) -> None:
             return statuses
 
     assert asyncio.run(crowd()) == [200] * 32 + [503] * 2
+
+
+@pytest.mark.slow
+def test_the_example_is_a_whole_program(line: Line, tmp_path: Path) -> None:
+    said, answer = tmp_path / "said.wav", tmp_path / "answer.wav"
+    tone = (0.3 * np.sin(np.arange(2 * 16_000) / 6)).astype(np.float32)
+    soundfile.write(said, tone, 16_000)
+    url = f"http://127.0.0.1:{line.port}"
+    ran = subprocess.run(
+        [sys.executable, "examples/scripted_call.py", url, str(said), str(answer)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    assert "so it goes" in ran.stdout
+    heard, rate_hz = soundfile.read(answer, dtype="float32")
+    assert rate_hz == 24_000
+    assert np.abs(heard[-12_000:]).max() > 0.2
