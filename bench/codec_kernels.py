@@ -25,7 +25,8 @@ from engines.kernel_stages import COUNTER_BYTES
 from engines.kernels import codec, codec_gemm, codec_kinds
 from engines.kernels.codec_gemm import Blocks, Product
 from engines.kernels.codec_kinds import CodecShape
-from engines.kernels.codec_net import Call, Tick, plan_stage
+from engines.kernels.codec_net import Tick, plan_stage
+from engines.kernels.codec_params import Call
 from engines.kernels.codec_reference import Memory, run
 from tests.engines.kernels import codec_rig as rig
 

@@ -20,7 +20,8 @@ from engines.kernel_stages import Bindable, Kind
 from engines.kernels import nvrtc
 from engines.kernels.codec_gemm import DEEP
 from engines.kernels.codec_kinds import KINDS, CodecShape, decoder_convs
-from engines.kernels.codec_net import Call, Tick, plan_stage
+from engines.kernels.codec_net import Tick, plan_stage
+from engines.kernels.codec_params import Call
 
 SOURCE = Path(__file__).with_name("codec.cu")
 SHARED_BYTES = {f"codec_{blocks.name}": blocks.shared_bytes for blocks in DEEP}

@@ -23,79 +23,23 @@ from engines.cuda import LaunchShape
 from engines.kernels import codec_gemm
 from engines.kernels.codec_gemm import Blocks, Product
 from engines.kernels.codec_kinds import CodecShape, Conv, decoder_convs, encoder_convs
+from engines.kernels.codec_params import (
+    BookParams,
+    Call,
+    KeptWindow,
+    RowsParams,
+    SoundParams,
+    WindowParams,
+)
 
 FLOAT = 4
 ALIGN = 256
-MOST_WINDOWS = 24  # codec.cu
-MOST_LEVELS = 32
 WINDOW_THREADS = 256
 SOUND_STEPS, LAST_STEPS = 64, 128
 ROW_THREADS = 128
 BOOK_BINS, BOOK_SESSIONS, BOOK_THREADS = 32, 8, 256
 
 Choose = Callable[[Product, int], Blocks]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One launch."""
-
-    kernel: str
-    shape: LaunchShape
-    params: ctypes.Structure
-    label: str
-
-
-class KeptWindow(ctypes.Structure):
-    _fields_ = [
-        ("current", ctypes.c_uint64),
-        ("next", ctypes.c_uint64),
-        ("buffer", ctypes.c_uint64),
-        ("channels", ctypes.c_int),
-        ("rows", ctypes.c_int),
-        ("session", ctypes.c_int),
-        ("tail_row", ctypes.c_int),
-    ]
-
-
-class WindowParams(ctypes.Structure):
-    _fields_ = [
-        ("windows", KeptWindow * MOST_WINDOWS),
-        ("live", ctypes.c_uint64),
-        ("position", ctypes.c_uint64),
-        ("position_next", ctypes.c_uint64),
-        ("advance", ctypes.c_int),
-    ]
-
-
-class SoundParams(ctypes.Structure):
-    _fields_ = [
-        *[(n, ctypes.c_uint64) for n in "sound w bias out out_elu kept kept_next live".split()],
-        *[(n, ctypes.c_int) for n in "steps channels kernel elu_session".split()],
-    ]
-
-
-class RowsParams(ctypes.Structure):
-    _fields_ = [
-        *[
-            (name, ctypes.c_uint64)
-            for name in (
-                "parts bias scale add x normed gain shift kept kept_next front w position "
-                "position_next live"
-            ).split()
-        ],
-        *[(n, ctypes.c_int) for n in "count channels steps total_rows x_session".split()],
-        ("eps", ctypes.c_float),
-    ]
-
-
-class BookParams(ctypes.Structure):
-    _fields_ = [
-        ("books", ctypes.c_uint64 * MOST_LEVELS),
-        ("squared", ctypes.c_uint64 * MOST_LEVELS),
-        *[(n, ctypes.c_uint64) for n in "left codes best best_at arrivals".split()],
-        *[(n, ctypes.c_int) for n in "level levels bins features sessions blocks".split()],
-    ]
 
 
 @dataclass(frozen=True, slots=True)

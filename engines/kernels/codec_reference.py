@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.kernels.codec_gemm import GemmParams
-from engines.kernels.codec_net import (
+from engines.kernels.codec_params import (
     BookParams,
     Call,
     KeptWindow,

@@ -17,7 +17,7 @@ from engines.cuda import DevicePtr, Stream
 from engines.kernel_stages import Bindable, Kind
 from engines.kernels import codec
 from engines.kernels.codec import CodecKernels, TurnParams
-from engines.kernels.codec_net import Call
+from engines.kernels.codec_params import Call
 from engines.kernels.codec_reference import Memory, run, turned
 from tests.engines.fake_driver import bytes_at
 

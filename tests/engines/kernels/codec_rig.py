@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from engines.kernels import codec_gemm
 from engines.kernels.codec_kinds import CodecShape, Conv, decoder_convs, encoder_convs
-from engines.kernels.codec_net import Call, Choose, Tick, plan_stage
+from engines.kernels.codec_net import Choose, Tick, plan_stage
+from engines.kernels.codec_params import Call
 from engines.kernels.codec_reference import Memory, turned
 
 Array = NDArray[Any]
