@@ -1,6 +1,6 @@
 """The codec's launches and their arguments, field by field as codec.cu has them.
 
-Addresses are 64 bits. What each field means is said there. The products' is `codec_gemm.GemmParams`.
+Addresses are 64 bits. What a field means is said there. For products: `codec_gemm.GemmParams`.
 """
 
 import ctypes
