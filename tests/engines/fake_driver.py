@@ -251,6 +251,7 @@ class HostRings:
     def launch(self, params: RingParams, stream: object) -> None:
         shape, batch = self.shape, params.batch
         pointers = "q k_new v_new out k_cache v_cache positions slots partials arrivals".split()
+        pointers += ["k_scale", "v_scale"] if shape.cache.is_scaled else []
         odd = [name for name in pointers if not getattr(params, name)]
         odd += [field[0] for field in RingParams._fields_ if _misaligned(params, *field[:2])]
         assert odd == [], odd
@@ -273,11 +274,14 @@ class HostRings:
             .reshape(-1, shape.kv_heads, shape.head_dim)
             for at in (params.k_cache, params.v_cache)
         )
-        one = np.ones(shape.kv_heads, np.float32)
+        k_scale, v_scale = (
+            bytes_at(at, 4 * shape.kv_heads).view(np.float32) if at else np.ones(1, np.float32)
+            for at in (params.k_scale, params.v_scale)
+        )
         k_new = self._rows(params.k_new, params.k_stride, shape.kv_heads, batch)
         v_new = self._rows(params.v_new, params.v_stride, shape.kv_heads, batch)
         q = self._rows(params.q, params.q_stride, shape.query_heads, batch)
-        held = (positions, slots, k_cache, v_cache, one, one, frequency)
+        held = (positions, slots, k_cache, v_cache, k_scale, v_scale, frequency)
         ring_reference.write(shape, k_new, v_new, *held)
         for at, cache in ((params.k_cache, k_cache), (params.v_cache, v_cache)):
             for b, position in enumerate(positions):

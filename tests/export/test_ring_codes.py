@@ -9,6 +9,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -17,18 +18,22 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engines.bundle import Dtype, RegionSpec
+from engines.bundle import NEXT, Dtype, RegionSpec, RingSpec, StageSpec, WeightSpec
 from engines.clocks import ClockKind, NativeClock, Order
+from engines.cuda import DevicePtr, Stream
 from engines.golden import draw
 from engines.kernels import ring_reference as reference
 from engines.kernels.ring_attention import CacheType, RingShape
-from engines.ring_launch import rope_frequency
+from engines.program import Bound, Buffer, Step
+from engines.ring_launch import RingLauncher, rope_frequency
 from export.models import operators as op
 from export.models.coded import Coded
 from export.models.config import ROPE_MAX_PERIOD
 from export.models.streaming import counter
 from export.ring_stages import RingStage, Scales, Wires
 from export.to_onnx import Weights, graph_bytes
+from tests.engines import fake_driver
+from tests.engines.fake_driver import FakeDriver
 
 pytestmark = pytest.mark.torch
 
@@ -62,6 +67,7 @@ UNITS = st.one_of(
     st.integers(-130, 130).map(lambda x: x + 0.5),
 )
 """Multiples of the scale: anything, what lies between two codes, and what is larger than any."""
+STREAM: Stream = None  # type: ignore[assignment]
 NEAR = 1e-5
 """Of a step: what a library's sine and cosine leave uncertain."""
 
@@ -106,7 +112,7 @@ def steps(draw_from: st.DrawFn) -> tuple[tuple[int, int, int, int], dict[str, Ar
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8e4m3"])
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(case=steps())
 def test_a_twin_stores_the_reference_s_codes_and_attends_to_them(
     dtype: Dtype, case: tuple[tuple[int, int, int, int], dict[str, Array]]
@@ -140,6 +146,51 @@ def test_a_twin_stores_the_reference_s_codes_and_attends_to_them(
     expected = reference.attend(shape, x[:, :, 0], *held)
     away = np.abs(attended.reshape(expected.shape) - expected)
     assert away.max() <= 1e-5 * np.abs(expected).max() + 1e-30
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8e4m3"])
+def test_the_kernel_is_given_each_stage_s_scales_and_rows_of_bfloat16(
+    dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_driver.install(monkeypatch)
+    shape, random = (2, 64, 4, 1), np.random.default_rng(3)
+    heads, dim, rows, _ = shape
+    cut = ring_stage(dtype, *shape)
+    spec = RingSpec(
+        "t", heads, heads, dim, rows, 1, ROPE_MAX_PERIOD, WeightSpec("s", 0, "float32", (2, 2))
+    )
+    ports = [*cut.spec.inputs], [*cut.spec.outputs]
+    for side in ports:  # the kernel takes and gives bfloat16
+        side[0] = msgspec.structs.replace(side[0], dtype="bfloat16")
+    stages = [
+        StageSpec(name, tuple(ports[0]), tuple(ports[1]), builtin="ring_attention", ring=spec)
+        for name in ("first", "second")
+    ]
+    scales = {stage.name: random.uniform(0.01, 0.05, (2, heads)).astype("f4") for stage in stages}
+    device: Any = fake_driver.FakeDevice(FakeDriver())
+    launcher = RingLauncher(stages, 2, device, Path(), lambda stage: scales[stage.name])
+    bits = (random.normal(0, 2, (2, 3 * heads * dim)).astype("f4").view("u4") >> 16).astype("u2")
+    qkv, position = (bits.astype("u4") << 16).view("f4"), np.array([1, 9])
+    for stage in stages:
+        before = [draw(1, region, position.tolist()) for region in cut.regions[1:]]
+        out = np.zeros((2, heads * dim), np.uint16)
+        held = {"qkv": bits, "position": position, "ring.k": before[0].copy()}
+        held |= {"ring.v": before[1].copy(), "attended": out}
+        step = Step(
+            stage,
+            tuple(Bound(t, Buffer(t.name, 0)) for t in stage.inputs),
+            tuple(Bound(t, Buffer(t.name.removesuffix(NEXT), 0)) for t in stage.outputs),
+        )
+        places = {Buffer(name, 0): DevicePtr(x.ctypes.data) for name, x in held.items()}
+        launcher.bind(step, 2, places.__getitem__, STREAM)()
+        given_ = {"qkv": qkv, "position": position, "ring.k": before[0], "ring.v": before[1]}
+        given_ |= {"ring.k_scale": scales[stage.name][:1], "ring.v_scale": scales[stage.name][1:]}
+        attended, k, v = twin(dtype, shape).run(None, given_)
+        np.testing.assert_array_equal(held["ring.k"], k)
+        np.testing.assert_array_equal(held["ring.v"], v)
+        np.testing.assert_allclose(
+            (out.astype("u4") << 16).view("f4"), attended, rtol=2**-8, atol=1e-6
+        )
 
 
 def _written(shape: RingShape, position: Array) -> Array:
