@@ -29,6 +29,8 @@ ALLOWED = {
         # formats, and what follows
         *("engines.bundle", "engines.clocks", "engines.golden", "engines.plans"),
         *("engines.ring_stage", "engines.caches"),  # the format of one built-in stage, its rings
+        # what kernels of ours must be told
+        *("engines.kernels.codec_kinds", "engines.kernels.lm_kinds"),
         "engines.machine",  # what can be built here depends on what is here
     ),
     "appliance": ("appliance", "engines"),
