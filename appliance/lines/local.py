@@ -298,7 +298,8 @@ def _run_box(args: argparse.Namespace) -> int:
         if model.notice:
             _say(model.notice)
         line = LineProcess(box, _line_command(args, config.control.socket), None, lambda *_: None)
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.getsignal(number) for number in numbers}
         # The terminal sends Ctrl-C to the line as well; it takes the two for one.
         for number in before:
             signal.signal(number, lambda *_: line.hang_up())
@@ -341,5 +342,6 @@ def _fail(why: str, code: int) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # the terminal has been closed, which ended the call
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()

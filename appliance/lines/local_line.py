@@ -197,8 +197,8 @@ class LocalLine:
 
 
 def hang_up_on_signals(line: LocalLine) -> Callable[[], None]:
-    """SIGINT and SIGTERM end the call; returns what puts things back as they were."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    """SIGINT, SIGTERM and a closed terminal end the call; returns what undoes this."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         signal.signal(number, line.interrupt)

@@ -84,7 +84,8 @@ class Screen:
         finally:
             self._clear()
             self._flush()
-            termios.tcsetattr(self._keys, termios.TCSADRAIN, before)
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(self._keys, termios.TCSADRAIN, before)
 
     def keys(self) -> str:
         """What has been typed since it was asked last."""
@@ -135,7 +136,9 @@ class Screen:
             self._write("\r\x1b[K")
 
     def _write(self, text: str) -> None:
-        self._output.write(text)
+        with contextlib.suppress(OSError):  # a terminal that has been closed
+            self._output.write(text)
 
     def _flush(self) -> None:
-        self._output.flush()
+        with contextlib.suppress(OSError):
+            self._output.flush()
