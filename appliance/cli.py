@@ -364,6 +364,7 @@ def run_init(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     from appliance import preflight
     from appliance.admission import session_bytes
+    from appliance.side_models import plan
     from engines import bundle as bundles
     from engines.bundle import BundleError
 
@@ -383,6 +384,10 @@ def run_check(args: argparse.Namespace) -> int:
         )
     for fault in preflight.faults(config):
         return _fail(args, f"{args.config}: {fault}", EXIT_CONFIG)
+    try:
+        plan(config.beside)
+    except ConfigError as err:
+        return _fail(args, f"{args.config}: {err}", EXIT_CONFIG)
     state, limit = session_bytes(manifest), config.admission.memory_mb * 2**20
     print(f"{args.config}: ok")
     print(f"{bundle.path}: {manifest.model.name}, {slots} sessions, {state} bytes of state each")

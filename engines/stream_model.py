@@ -34,6 +34,8 @@ class StreamSpec:
     state_shape: tuple[int, ...]
     result: str
     state_out: str
+    wheel: str
+    """What on PyPI brings its weights."""
     takes_rate: str = ""
     """Name of an int64 input for the sample rate; empty: none."""
 
@@ -43,13 +45,32 @@ class StreamSpec:
 
 
 SILERO = StreamSpec(
-    "silero-vad", 16_000, 512, 64, "input", "state", (2, 1, 128), "output", "stateN", "sr"
+    "silero-vad",
+    16_000,
+    512,
+    64,
+    "input",
+    "state",
+    (2, 1, 128),
+    "output",
+    "stateN",
+    "silero-vad==6.2.3",
+    "sr",
 )
 """silero_vad/data/silero_vad.onnx of silero-vad 6.2.3 (MIT): 512 new samples and 64 of context at
 16 kHz, as its OnnxWrapper feeds them (silero_vad/utils_vad.py)."""
 
 AKIKI = StreamSpec(
-    "akiki-vad", 16_000, 256, 320, "audio_with_context", "h", (1, 1, 128), "probability", "h_out"
+    "akiki-vad",
+    16_000,
+    256,
+    320,
+    "audio_with_context",
+    "h",
+    (1, 1, 128),
+    "probability",
+    "h_out",
+    "akiki==0.0.6",
 )
 """akiki-vad.onnx of akiki 0.0.6 (Apache-2.0): 256 new samples, 320 of context (akiki/vad.py)."""
 

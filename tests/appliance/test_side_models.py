@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from appliance import control, demonstration, ledger, report
+from appliance import cli, control, demonstration, ledger, report
 from appliance.clock import MonotonicClock
-from appliance.config import BesideConfig, ConfigError
+from appliance.config import EXIT_CONFIG, BesideConfig, ConfigError
 from appliance.contracts import Outcome
 from appliance.side_models import SideModels, plan
 from appliance.status import ask
@@ -116,11 +116,20 @@ def test_their_process_may_die_and_no_call_notices(tmp_path: Path, socket_path: 
     assert not list(Path("/dev/shm").glob("dbx-*-tap"))
 
 
-def test_what_is_no_model_is_a_config_error_before_anything_starts(tmp_path: Path) -> None:
+def test_what_is_no_model_is_a_config_error_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     junk = tmp_path / "junk.onnx"
     junk.write_bytes(b"junk")
-    with pytest.raises(ConfigError, match=r"\[\[beside\]\] speech: .*junk\.onnx does not load"):
+    says = r"\[\[beside\]\] speech: .*junk\.onnx does not load.*install --no-deps silero-vad=="
+    with pytest.raises(ConfigError, match=says):
         plan([BesideConfig("speech", "silero-vad", junk)])
+    config = tmp_path / "box.toml"
+    table = f'[[beside]]\nname = "speech"\nmodel = "silero-vad"\nfile = "{junk}"\n'
+    paths = f'[control]\nsocket = "{tmp_path}/s"\n[ledger]\nfolder = "{tmp_path}"\n'
+    config.write_text(f'[engine]\nbundle = "{demonstration.BUNDLE}"\n{paths}{table}')
+    assert cli.main(["check", "--config", str(config)]) == EXIT_CONFIG
+    assert "junk.onnx does not load" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"akiki.* is not silero-vad"):
         plan([BesideConfig("speech", "silero-vad", weights(AKIKI))])
     one = BesideConfig("speech", "silero-vad", weights(SILERO))
