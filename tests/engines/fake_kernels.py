@@ -5,6 +5,7 @@ was loaded from elsewhere, or a tensor bound in another order, is heard. What th
 tested beside them, on a GPU.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,22 @@ from engines.tensor_file import STORED
 from tests.engines.fake_driver import bytes_at
 
 Array = NDArray[Any]
-Tensors = dict[str, Array]
+Weight = Callable[[str], Array]
+"""Values by role; read when first asked for, which is after they were loaded."""
 
 
 class HostFamily:
     """The twin of `kernel_stages.Family` for both kinds of language model stages."""
 
     def __init__(self, stages: Iterable[StageSpec], device: object, folder: Path) -> None:
-        self.bound: list[str] = []
+        assert list(stages)
 
     def bind(self, bindable: Bindable) -> Callable[[], None]:
         kernel = bindable.step.stage.kernel
         assert kernel is not None
         compute = _depth if kernel.kind == "depth" else _gated
-        self.bound.append(bindable.step.stage.name)
-        return lambda: compute(bindable)
+        weight = functools.cache(_weight(bindable))
+        return lambda: compute(bindable, weight)
 
     def close(self) -> None:
         pass
@@ -67,7 +69,7 @@ def _give(bindable: Bindable, *found: Array) -> None:
         there[...] = ref.store(bound.tensor.dtype, values) if is_float else values
 
 
-def _weight(bindable: Bindable) -> Callable[[str], Array]:
+def _weight(bindable: Bindable) -> Weight:
     kernel = bindable.step.stage.kernel
     assert kernel is not None
 
@@ -85,10 +87,10 @@ def _numbers(bindable: Bindable) -> tuple[Dtype, dict[str, float]]:
     return gated.dtype_of(bindable.step.stage), kernel.numbers
 
 
-def _gated(bindable: Bindable) -> None:
+def _gated(bindable: Bindable, weight: Weight) -> None:
     kernel = bindable.step.stage.kernel
     assert kernel is not None
-    (dtype, numbers), weight = _numbers(bindable), _weight(bindable)
+    dtype, numbers = _numbers(bindable)
     eps, inputs = numbers["eps"], _inputs(bindable)
     if kernel.kind == "gated_first":
         codes, tokens, offset = inputs
@@ -107,10 +109,10 @@ def _gated(bindable: Bindable) -> None:
     _give(bindable, y, qkv, *([moved] if kernel.kind == "gated_first" else []))
 
 
-def _depth(bindable: Bindable) -> None:
+def _depth(bindable: Bindable, weight: Weight) -> None:
     dtype, numbers = _numbers(bindable)
     hidden, logits, noise, tokens, offset, heat, text_heat, top_k, text_top_k = _inputs(bindable)
     taste = ref.Taste(heat, text_heat, top_k, text_top_k)
-    said = ref.depth(dtype, _weight(bindable), numbers, ref.values(hidden), logits, noise, taste)
+    said = ref.depth(dtype, weight, numbers, ref.values(hidden), logits, noise, taste)
     ring, text, codes, valid = ref.speak(numbers, tokens, offset, said)
     _give(bindable, text, codes, valid, ring)
