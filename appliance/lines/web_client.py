@@ -47,6 +47,9 @@ HTTP = {401: "rules", 403: "rules", 429: "full", 503: "full"}
 """What a line means that does not even open the socket."""
 
 
+WORDS = frozenset(ending.value[1] for ending in Ending)
+
+
 class CallError(ConnectionError):
     """The box did not take the call. word: full, loading, draining, fault, rules, media or lost."""
 
@@ -210,8 +213,10 @@ class WebClient:
                 return
             if message.type is WSMsgType.BINARY and message.data[:1] == bytes([Kind.ERROR]):
                 detail = message.data[1:].decode()
+        # The reason's first word is the same as the code's, which a lost connection may swallow.
+        said, _, rest = detail.partition(": ")
         word = _word(self._ws.close_code)
-        raise CallError(word, detail.removeprefix(word).removeprefix(": "))
+        raise CallError(said, rest) if said in WORDS else CallError(word, detail)
 
 
 def _word(code: int | None) -> str:

@@ -379,16 +379,25 @@ class WebServer:
         )
         client = self._clients[call.number] = _Client(call, request)
         self._wake.set()
+        reader = asyncio.create_task(self._read(ws, call))
         writer = asyncio.create_task(self._write(ws, client))
         try:
-            async for message in ws:
-                if message.type is WSMsgType.BINARY:
-                    call.receive(message.data, self._clock.now_ns())
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            if call.ending is None:
+                await reader
+            elif not reader.done():
+                # Nobody may read any more: closing does, until the client has closed, too. Cut
+                # off with audio unread, a socket is reset, and the reason may never arrive.
+                reader.cancel()
+                await asyncio.wait({reader})
+                ending, detail = call.ending
+                await ws.close(code=ending.code, message=ending.reason(detail).encode())
         finally:
             call.disconnect(self._clock.now_ns())
             client.news.set()
             client.done = True
-            writer.cancel()
+            for task in (reader, writer):
+                task.cancel()
             self._wake.set()
             ending, detail = call.ending or (Ending.OVER, "")
             figures = msgspec.json.encode(call.figures()).decode()
@@ -400,19 +409,22 @@ class WebServer:
                 figures,
             )
 
+    async def _read(self, ws: web.WebSocketResponse, call: WebCall) -> None:
+        """Hand on what the client sends, until it has gone."""
+        async for message in ws:
+            if message.type is WSMsgType.BINARY:
+                call.receive(message.data, self._clock.now_ns())
+
     async def _write(self, ws: web.WebSocketResponse, client: _Client) -> None:
-        """Send what the call has for its client; close when it has ended."""
+        """Send what the call has for its client, until it has ended."""
         call = client.call
         with contextlib.suppress(ConnectionError):
-            while True:
+            while call.ending is None or call.outbox:
                 client.news.clear()
                 while call.outbox:
                     await ws.send_bytes(call.outbox.popleft())
-                if call.ending is not None:
-                    ending, detail = call.ending
-                    await ws.close(code=ending.code, message=ending.reason(detail).encode())
-                    return
-                await client.news.wait()
+                if call.ending is None:
+                    await client.news.wait()
 
     def _turn_away(self) -> tuple[Ending, str] | None:
         """Why nobody can be let in at all right now."""

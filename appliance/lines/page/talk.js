@@ -33,12 +33,15 @@ async function look() {
     at("voice-row").hidden = !facts.voices.length;
     at("persona-row").hidden = !facts.persona;
     at("who").hidden = !facts.voices.length && !facts.persona;
-    const chosen = at("voice").value;
-    at("voice").replaceChildren(
-      html("option", { value: "" }, "The model's own"),
-      ...facts.voices.map((name) => html("option", { value: name }, name)));
-    at("voice").value = facts.voices.includes(chosen) ? chosen : "";
-    if (call) return;
+    // Made again only when it must be: this looks every few seconds, and the list may be open.
+    if (at("voice").dataset.names !== facts.voices.join()) {
+      at("voice").dataset.names = facts.voices.join();
+      at("voice").replaceChildren(
+        html("option", { value: "" }, "The model's own"),
+        ...facts.voices.map((name) => html("option", { value: name }, name)));
+    }
+    // Why a call ended stays to be read until the next one.
+    if (call || !["starting", "ready", "loading", "lost", "over"].includes(document.body.dataset.state)) return;
     if (facts.trouble) show("loading", "The box is not ready.", facts.trouble.replace(/^\w+: /, ""));
     else if (!window.isSecureContext) show("refused", "No microphone here.", microphoneTrouble());
     else show("ready", "Ready when you are.", facts.most <= facts.open ? "All connections are taken right now." : "");
