@@ -210,4 +210,4 @@ def test_scratch_of_a_stage_grows_with_its_slots_and_begins_aligned() -> None:
 def test_sources_include_nothing_of_a_toolkit() -> None:
     for source in (linear.SOURCE, gated.SOURCE, depth.SOURCE):
         included = re.findall(r'#include (["<].*)', Path(source).read_text())
-        assert included == ['"linear_types.cuh"']
+        assert all(name.startswith('"linear_') for name in included), included
