@@ -80,3 +80,16 @@ def test_roles_are_those_the_kinds_ask_for(
     shapes = {role: tuple(tensor.shape) for role, _, tensor in specs.roles(piece)}
     wanted = codec_kinds.STAGES[specs.kind_of(piece)](specs.codec_shape(CONFIG))
     assert shapes == wanted.weights
+
+
+@pytest.mark.parametrize("half", [EncodePiece, DecodePiece])
+def test_weights_are_called_what_the_graphs_call_them(
+    mimi: Mimi, half: type[EncodePiece | DecodePiece]
+) -> None:
+    """The name decides which place in the weights' file a role gets."""
+    known = {**dict(mimi.named_parameters()), **dict(mimi.named_buffers())}
+    for index in range(3):
+        for role, name, tensor in specs.roles(half(model_config(), mimi, index)):
+            called = known[name.removeprefix("mimi.")]
+            assert called.data_ptr() == tensor.data_ptr(), role
+            assert called.numel() == tensor.numel(), role
