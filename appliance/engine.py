@@ -9,7 +9,6 @@ line that is given their folder places each caller.
 Nothing of an engine is imported before it is known to be wanted: lines need none.
 """
 
-import importlib.metadata
 import logging
 import os
 import re
@@ -22,7 +21,6 @@ from engines.executor import Executor
 
 logger = logging.getLogger(__name__)
 
-CPU_MODULES = ("onnxruntime", "onnxruntime-gpu")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -116,11 +114,6 @@ def driver_version(path: Path = DRIVER) -> str:
 
 
 def _version() -> str:
-    for name in CPU_MODULES:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     import onnxruntime
 
-    return str(onnxruntime.__version__)
+    return str(onnxruntime.__version__)  # of what was imported: both wheels may be there

@@ -230,7 +230,7 @@ def minute_old(executor: CudaExecutor) -> dict[str, float]:
     for slot in range(sessions):
         executor.join(slot, {})
         executor.age(slot, ticks)
-    for _ in range(200):  # pages of those before go back a few a tick
+    for _ in range(4000):  # pages of those before go back a few a tick
         executor.step(sessions)
         if executor.arena.is_settled:
             break
