@@ -91,6 +91,8 @@ class Counts:
     """Comfort noise, because the peer sent nothing."""
     cut_samples: int = 0
     """Never heard, because too many waited."""
+    stretched: int = 0
+    """Frames during which what waited was brought back to what should."""
     starts: int = 0
     """How often the peer's audio began, the first time and after silence."""
 
@@ -192,6 +194,7 @@ class ReceiveBuffer:
             self._stand_in(missing)
         frame = self._pop(self.samples)
         self._steer()
+        self.counts.stretched += self.ppm != 0.0
         self._left.append(self._size)
         self._cut()
         return frame

@@ -304,6 +304,7 @@ class PhoneCall:
             noise_ms=round(counts.noise_samples / per_s),
             cut_ms=round(counts.cut_samples / per_s),
             stretch_ppm=round(self._receive.ppm, 1),
+            stretched=counts.stretched,
             overslept=self._overslept,
             paid_back=self._paid_back,
             delivered=outcomes.get(Outcome.DELIVERED, 0),

@@ -46,6 +46,8 @@ class Figures(msgspec.Struct, frozen=True):
     noise_ms: int
     cut_ms: int
     stretch_ppm: float
+    stretched: int
+    """Frames that were stretched by anything."""
     overslept: int
     """Ticks without a frame, because this process was late."""
     paid_back: int

@@ -108,8 +108,9 @@ def exchange(port: int, pcm: bytes, *more: bytes) -> tuple[bytes, list[int], flo
     return audio, [kind for kind, _ in heard if kind != AUDIO], took
 
 
-def ended(folder: Path) -> list[Row]:
-    until = now_s() + 10
+def ended(folder: Path, seconds: float = 10.0) -> list[Row]:
+    """The records, once there are some and no call is on."""
+    until = now_s() + seconds
     while True:
         rows = read(folder / "calls.sqlite")
         if rows and all(row.ended for row in rows):

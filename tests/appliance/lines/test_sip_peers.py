@@ -16,8 +16,11 @@ import soxr
 from numpy.typing import NDArray
 
 from appliance.admission import Reason
+from tests.appliance.lines.test_audiosocket import ended
+from tests.appliance.lines.test_audiosocket import line as bridge
 from tests.appliance.lines.test_sip import ROOT, Line, line, speech, ticks
 from tests.fakes_line import FakeBox, FakeSession, Trouble
+from tests.sip_asterisk import asterisk
 from tests.sip_debian import baresip, kamailio, sipp
 from tests.sip_peer import Network, Phone, Refused, now_s, sleep
 
@@ -471,3 +474,51 @@ def test_two_boxes_behind_kamailio_share_calls_and_a_full_or_stopping_one_gets_n
             sleep(1.2)
             call_through(proxy, 4)
             assert [len(box.sessions) for box in boxes] == [7, 12]
+
+
+# --- Asterisk
+
+
+@pytest.mark.parametrize("codec", ["alaw", "g722", "opus"])
+def test_asterisk_takes_its_login_and_calls_with_a_voice_and_keys(
+    tmp_path: Path, codec: str
+) -> None:
+    voice = speech(6.0)
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    with asterisk(tmp_path, voice, codec) as pbx, HearingBox(tmp_path) as box:
+        account = f'domain = "127.0.0.1:{pbx.port}"\nregister = true\npassword_file = "{secret}"'
+        with line(tmp_path, box.path, account=account) as running:
+            running.wait("account bot is registered")
+            pbx.say("channel originate PJSIP/bot extension s@play")
+            running.wait("call 1 over", 40)
+        heard, rate_hz = pbx.heard()
+    model = np.concatenate(box.heard[1])
+    said = (soxr.resample(voice / 32_768, 8_000, 24_000)).astype(np.float32)
+    to_model = snr_db(said, model, 24_000)
+    (row,) = running.rows()
+    print_figures(f"asterisk {codec}", to_model=to_model, row=row, heard=heard.size / rate_hz)
+    assert to_model[0] > (25 if codec != "opus" else 8)
+    assert np.abs(heard).max() > 1_000
+    assert row.digits == "12#"
+    assert ticks(row) == pytest.approx(row.talked_ms / 80, abs=1.5)
+
+
+def test_asterisk_hands_a_caller_over_by_audiosocket(tmp_path: Path) -> None:
+    voice = speech(6.0)
+    with (
+        HearingBox(tmp_path) as box,
+        bridge(tmp_path, box.path) as port,
+        asterisk(tmp_path, voice, bridge=port) as pbx,
+    ):
+        pbx.say("channel originate Local/s@speak extension s@bridge")
+        (row,) = ended(tmp_path, 40)
+        heard, rate_hz = pbx.heard()
+    model = np.concatenate(box.heard[1])
+    said = (soxr.resample(voice / 32_768, 8_000, 24_000)).astype(np.float32)
+    to_model = snr_db(said, model, 24_000)
+    print_figures("asterisk audiosocket", to_model=to_model, row=row, heard=heard.size / rate_hz)
+    assert to_model[0] > 38
+    assert np.abs(heard).max() > 1_000
+    assert row.caller == "40325ec2-5efd-4bd3-805f-53576e581d13"
+    assert ticks(row) == pytest.approx(row.talked_ms / 80, abs=1.5)
