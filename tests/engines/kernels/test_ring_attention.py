@@ -62,7 +62,7 @@ def test_more_than_four_query_rows_of_a_head_are_written_by_a_launch_of_their_ow
 
 def test_parameters_lie_where_the_kernel_reads_them() -> None:
     # ring_rows.cuh asserts the same size; offsets of one field of each kind pin the order.
-    assert ctypes.sizeof(RingParams) == 184
+    assert ctypes.sizeof(RingParams) == 192
     offsets = {field[0]: getattr(RingParams, field[0]).offset for field in RingParams._fields_}
     assert offsets["arrivals"] == 104
     assert offsets["slot_stride_bytes"] == 112
