@@ -66,8 +66,9 @@ def test_parameters_lie_where_the_kernel_reads_them() -> None:
     offsets = {field[0]: getattr(RingParams, field[0]).offset for field in RingParams._fields_}
     assert offsets["arrivals"] == 104
     assert offsets["slot_stride_bytes"] == 112
-    assert offsets["row_stride_bytes"] == 120
-    assert offsets["score_scale"] == 176
+    assert offsets["piece_gap_bytes"] == 120
+    assert offsets["row_stride_bytes"] == 128
+    assert offsets["score_scale"] == 188
 
 
 @pytest.mark.parametrize(
