@@ -35,8 +35,12 @@ def simulate(
     phase_ms: float = 13,
     stall: tuple[float, float] | None = None,
     tone_hz: float = 440,
+    skips: frozenset[int] = frozenset(),
 ) -> Run:
-    """A caller with pages of ``page_ms``; during ``stall`` (from, to, s) nothing arrives."""
+    """A caller with pages of ``page_ms``; during ``stall`` (from, to, s) nothing arrives.
+
+    skips: ticks for which nothing is taken.
+    """
     rng = np.random.default_rng(1)
     run = Run(Intake(SAMPLES, RATE_HZ, PERIOD_NS))
     stretch = Stretcher(RATE_HZ, RATE_HZ)
@@ -59,7 +63,10 @@ def simulate(
             out = stretch.push(pcm, run.intake.ppm)
             run.intake.push(out, round(came_ms * MS), round(take_ms * MS))
             sent += 1
-        run.taken.append(run.intake.take(round(take_ms * MS)))
+        if tick in skips:
+            run.intake.skip()
+        else:
+            run.taken.append(run.intake.take(round(take_ms * MS)))
         run.lag_ms.append(take_ms - captured_ms + run.intake.held_samples * 1000 / RATE_HZ)
     return run
 
@@ -114,6 +121,14 @@ def test_a_stall_is_not_lag_for_the_rest_of_the_call() -> None:
     # After the burst at most a second is held, then it is cut; within 10 s all is as before.
     assert max(run.lag_ms) < 1200 + 2000
     assert max(run.lag_ms[round(25 / 0.08) :]) < 40 + 20 + 40
+
+
+def test_a_tick_that_took_nothing_and_a_late_page_are_lag_for_seconds_only() -> None:
+    for run in (simulate(30, skips=frozenset({125})), simulate(30, stall=(10.0, 10.15))):
+        usual, after = np.median(run.lag_ms[50:120]), run.lag_ms[round(15.5 / 0.08)]
+        assert max(run.lag_ms[120:140]) > usual + 60  # a frame more waits at first
+        assert after == pytest.approx(usual, abs=25)
+        assert run.intake.cut_samples == 0
 
 
 def test_nothing_is_taken_before_the_first_audio_and_none_of_it_counts_as_missing() -> None:
