@@ -194,7 +194,7 @@ class LedgerWriter:
         self._table: CallTable | None = None
         self._rows: list[CallRow] = []
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ledger")
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
 
     def open(
         self, header: Header, receipts: ReceiptRing, results: ResultRing | None = None

@@ -43,7 +43,8 @@ class SnapshotStore:
         self._limit_bytes = limit_bytes
         self._queue: queue.Queue[Snapshot | None] = queue.Queue(WAITING)
         self._asked: queue.SimpleQueue[tuple[Prompt, Deliver] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="snapshots")
+        # Daemons: a disk that does not answer must not keep a box from stopping.
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
         # A daemon: a disk that does not answer must not keep a box from stopping.
         self._reader = threading.Thread(target=self._answer, name="snapshots-read", daemon=True)
         self.hits = 0

@@ -107,7 +107,8 @@ class Switchboard:
         self._lines = LineSockets(path)
         # What a peer can cause at will is logged seldom.
         self._refused = Seldom(logger, logging.INFO)
-        self._thread = threading.Thread(target=self._run, name="control")
+        # A daemon, as the ledger's: `stop` ends it, and a process that never came to that must end.
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     @property
     def sessions(self) -> int:
