@@ -45,7 +45,6 @@ class SnapshotStore:
         self._asked: queue.SimpleQueue[tuple[Prompt, Deliver] | None] = queue.SimpleQueue()
         # Daemons: a disk that does not answer must not keep a box from stopping.
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
-        # A daemon: a disk that does not answer must not keep a box from stopping.
         self._reader = threading.Thread(target=self._answer, name="snapshots-read", daemon=True)
         self.hits = 0
         self.misses = 0
