@@ -85,7 +85,7 @@ def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: 
             clock=ClockConfig(drain_s=5, realtime_priority=0),
             control=ControlConfig(Path(folder) / "control.sock"),
             ledger=LedgerConfig(calls_folder),
-            admission=AdmissionConfig(),
+            admission=AdmissionConfig(calibrate_s=1),
         )
         box = Box(config, executor, MonotonicClock(), available_memory_bytes())
         lines = LineProcess(
