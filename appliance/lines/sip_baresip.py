@@ -102,6 +102,8 @@ class BaresipStack:
         self._hear: Callable[[Event], None] = lambda _: None
         self._tasks: set[asyncio.Task[None]] = set()
         self._options_dropped = False
+        self._dropped = 0
+        """Datagrams, as of the end."""
 
     async def start(self, hear: Callable[[Event], None]) -> None:
         self._hear = hear
@@ -160,9 +162,10 @@ class BaresipStack:
     def dropped(self) -> int:
         """Datagrams that came to our SIP port and that nobody read."""
         address, port = endpoint("listen", self._config.listen)
-        return sip_filter.dropped(str(address), port)
+        return max(self._dropped, sip_filter.dropped(str(address), port))
 
     async def close(self) -> None:
+        self._dropped = self.dropped()
         for task in self._tasks:
             task.cancel()
         try:
@@ -250,6 +253,8 @@ class BaresipStack:
                 is_udp = connection.type == socket.SOCK_DGRAM
                 drop = is_udp and self._options_dropped
                 sip_filter.attach(connection, sip_filter.program(networks, drop_options=drop))
+                if closed and is_udp:
+                    sip_filter.make_room(connection)
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

@@ -17,6 +17,10 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 SO_ATTACH_FILTER = 26
+SO_RCVBUFFORCE = 33
+WAITING_BYTES = 4 << 20
+"""Some thousand SIP messages: a lost BYE is a call that nobody ends."""
+
 NET_OFFSET = 0xFFF0_0000
 """SKF_NET_OFF of linux/filter.h: offsets from here count from the IP header."""
 SOURCE = NET_OFFSET + 12
@@ -107,6 +111,14 @@ def attach(connection: socket.socket, lines: Sequence[Instruction]) -> None:
     raw = ctypes.create_string_buffer(b"".join(line.packed() for line in lines))
     described = struct.pack("@HL", len(lines), ctypes.addressof(raw))
     connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)
+
+
+def make_room(connection: socket.socket) -> None:
+    """Let as many datagrams wait for a busy stack as the kernel allows."""
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, WAITING_BYTES)
+    except OSError:  # without CAP_NET_ADMIN: up to net.core.rmem_max
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WAITING_BYTES)
 
 
 @contextlib.contextmanager
