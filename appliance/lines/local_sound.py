@@ -291,7 +291,8 @@ class Speaker:
         self._exchange.speaker.write(
             np.zeros(max(0, missing_ns) * self._exchange.rate_hz // NS_PER_S, np.float32)
         )
-        self._forget()
+        self._surplus_ns.clear()
+        self.drift.forget_error()
 
     def _cut(self, out: NDArray[np.float32], surplus_ns: int) -> NDArray[np.float32]:
         """Leave out what a stall of the card has left too much, with a fade over the seam."""
@@ -302,13 +303,12 @@ class Speaker:
         rest = out[drop:].copy()
         rest[:fade] = out[:fade] * (1 - rise) + rest[:fade] * rise
         self.cut_samples += drop
-        self._forget()
-        return rest
-
-    def _forget(self) -> None:
-        """The buffer has been set by hand: what was measured before says nothing."""
-        self._surplus_ns.clear()
         self.drift.forget_error()
+        # What is still too much goes with the next frame: one that is cut short says little anyway.
+        left_ns = drop * NS_PER_S // self._exchange.rate_hz
+        for index, surplus in enumerate(self._surplus_ns):
+            self._surplus_ns[index] = surplus - left_ns
+        return rest
 
 
 def _held_ns(rate_in_hz: int, rate_out_hz: int, chunk: int) -> int:

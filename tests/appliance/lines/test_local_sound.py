@@ -199,6 +199,20 @@ def test_what_a_stall_of_the_card_leaves_behind_is_cut_without_a_step() -> None:
     assert speaker.padded == 0
 
 
+def test_much_that_is_left_behind_is_gone_within_two_seconds() -> None:
+    exchange, speaker = make_speaker()
+    exchange.play(np.empty(BLOCK, np.float32), 1)
+    now_ns = 0
+    for n in range(34):
+        speaker.play(np.full(SAMPLES, 0.1, np.float32), now_ns)
+        if n >= 9:  # until then it fetches nothing, but says that it is there
+            run_speaker(exchange, now_ns)
+        else:
+            exchange.played_ns = now_ns + PERIOD_NS
+        now_ns += PERIOD_NS
+    assert speaker.spare_ns < SPEAKER_SPARE_NS + 45 * MS
+
+
 def test_a_missing_frame_fades_out_and_the_next_one_in() -> None:
     exchange, speaker = make_speaker()
     exchange.play(np.empty(BLOCK, np.float32), 1)
