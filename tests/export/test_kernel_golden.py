@@ -4,14 +4,16 @@ Here by their numpy twins on a fake driver, which shows that the bundle says the
 GPU (`make test-gpu`) by the kernels themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from engines import cuda, tensor_file
-from engines.bundle import Bundle, StageSpec
+from engines import cuda, golden, tensor_file
+from engines.bundle import Bundle, GoldenSpec, StageSpec
 from engines.cuda import DevicePtr
 from engines.kernel_stages import KernelStages, plan_kernels
 from engines.program import Bound, Buffer, Step
@@ -23,27 +25,41 @@ pytestmark = pytest.mark.torch
 Synchronize = Callable[[], None]
 
 
-def kernel_stages_of(bundle: Bundle) -> list[StageSpec]:
-    kinds = ("gated_first", "gated_piece", "gated_last", "depth")
+LM_KINDS = ("gated_first", "gated_piece", "gated_last", "depth")
+
+
+def kernel_stages_of(bundle: Bundle, kinds: Collection[str]) -> list[StageSpec]:
     stages = [s for s in bundle.manifest.stages if s.kernel and s.kernel.kind in kinds]
     assert {stage.kernel.kind for stage in stages if stage.kernel} == set(kinds)
     return stages
 
 
-def check(bundle: Bundle, device: cuda.Device, stream: cuda.Stream, folder: Path) -> None:
-    """Every such stage answers what was recorded of it."""
-    stages = kernel_stages_of(bundle)
-    golden = {spec.stage: spec for spec in bundle.manifest.golden}
+def drawn(bundle: Bundle, spec: GoldenSpec, name: str) -> NDArray[Any]:
+    """State that golden data does not store."""
+    return golden.draw(spec.seed, bundle.manifest.region(name), spec.ages)
+
+
+def check(
+    bundle: Bundle,
+    device: cuda.Device,
+    stream: cuda.Stream,
+    folder: Path,
+    kinds: Collection[str] = LM_KINDS,
+) -> None:
+    """Every stage of these kinds answers what was recorded of it."""
+    stages = kernel_stages_of(bundle, kinds)
+    specs = {spec.stage: spec for spec in bundle.manifest.golden}
     kernels = KernelStages(bundle, plan_kernels(stages, 3), device, folder)
     held: list[DevicePtr] = []
     for stage in stages:
-        spec = golden[stage.name]
+        spec = specs[stage.name]
         raw = memoryview(bundle.file(spec.file).read_bytes())
         recorded, _ = tensor_file.decode(raw)
         places: dict[str, DevicePtr] = {}
         for side, tensors in (("in.", stage.inputs), ("out.", stage.outputs)):
             for t in tensors:
-                array = recorded[side + t.name].array
+                stored = recorded.get(side + t.name)
+                array = stored.array if stored else drawn(bundle, spec, t.name)
                 places[t.name] = cuda.allocate(array.nbytes)
                 content = array.tobytes() if side == "in." else b"\xff" * array.nbytes
                 cuda.write_device(places[t.name], content)

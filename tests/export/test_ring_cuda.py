@@ -7,13 +7,14 @@ that overlaps state is seen here. What the kernel computes is tested beside it, 
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from bench import ring_tick
-from engines import bundle, kernel_stages, ring_launch
+from engines import bundle, cuda, kernel_stages, ring_launch
 from engines.bundle import Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.executor import Executor
@@ -25,6 +26,7 @@ from export.source import from_modules
 from export.tiny import MICRO
 from tests.engines import fake_codec, fake_driver
 from tests.engines.fake_driver import FakeDriver
+from tests.export import test_kernel_golden
 from tests.export.calls import GREEDY, speech
 
 pytestmark = pytest.mark.torch
@@ -154,7 +156,7 @@ def test_every_launch_is_told_what_the_layout_says(wide: Bundle, driver: FakeDri
     assert (params.q_stride, params.k_stride, params.v_stride) == (width,) * 3
     rows = executor.layout.ring_rows("temporal.layers.1.k")
     assert rows is not None
-    assert params.k_cache == executor._range.base + rows.first
+    assert params.k_cache == executor.state.range.base + rows.first
     assert params.row_stride_bytes == 128 * 4
     assert params.slot_stride_bytes == 4 * 16 * 128 * 4  # all rings of a place, page by page
     assert (params.batch, params.capacity, params.kv_heads) == (3, 16, 2)
@@ -193,6 +195,24 @@ def test_frequencies_are_those_of_the_models() -> None:
     cosine, _ = Rope(128)(position, 1)
     ours = ring_launch.rope_frequency(128, 10_000.0)
     np.testing.assert_allclose(np.cos(ours), cosine[0, 0].numpy(), atol=1e-6)
+
+
+def test_the_codecs_launches_answer_what_was_recorded(
+    wide: Bundle, driver: FakeDriver, tmp_path: Path
+) -> None:
+    device: Any = fake_driver.FakeDevice(driver)
+    test_kernel_golden.check(wide, device, cuda.Stream(), tmp_path, fake_codec.KINDS)
+    assert driver.held == {}
+
+
+@pytest.mark.gpu
+def test_the_codecs_kernels_answer_what_was_recorded(wide: Bundle, tmp_path: Path) -> None:
+    """Matrices turned on the device and all."""
+    device = cuda.Device()
+    stream = cuda.Stream()
+    test_kernel_golden.check(wide, device, stream, tmp_path, fake_codec.KINDS)
+    stream.close()
+    device.close()
 
 
 def test_the_written_bundle_can_be_read_again(wide: Bundle, tmp_path: Path) -> None:
