@@ -30,7 +30,7 @@ EASE_NS = 4 * NS_PER_MS
 GIVE_NS = 400_000
 """By how much a frame leaves earlier than the one before, while all have more than they need."""
 
-LOOKED_AT = 256
+LOOKED_AT = 128
 """Frames that must all have had more to spare than they need before anything is given back."""
 
 

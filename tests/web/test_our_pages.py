@@ -8,11 +8,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from appliance.lines.tls import make_certificate
 from tests.browsers import Page, chromium, firefox, loudspeaker, until
 from tests.web.stand import OUT, ROOT, Stand, stand
 
@@ -121,6 +123,23 @@ def test_both_browsers_speak_both_codecs(box: Stand, tmp_path: Path, name: str, 
     assert found["frames"] > 100
     assert found["heard"] > 100 * (2 if codec == "opus" else 1) * 0.9
     assert found["concealed"] < 40
+
+
+def test_over_tls_with_a_certificate_of_its_own(tmp_path: Path) -> None:
+    """Where browsers of other machines get a microphone at all."""
+    make_certificate(tmp_path / "tls", ["127.0.0.1"], datetime.now(UTC))
+
+    async def run(url: str) -> int:
+        async with browser("chromium", tmp_path) as page:
+            await talk(page, url)
+            await asyncio.sleep(5)
+            assert page.troubles() == []
+            return int(await page.run("Number(document.body.dataset.heard)"))
+
+    with stand(4, "--tls", str(tmp_path / "tls")) as made:
+        assert made.url.startswith("https://")
+        assert "accept it" in made.log()
+        assert asyncio.run(run(made.url)) > 60
 
 
 def test_the_box_page_shows_who_talks_and_the_worst_first(box: Stand, tmp_path: Path) -> None:
