@@ -20,7 +20,7 @@ float32: TF32 is off. Needs the cuda extra; imports neither torch nor onnx.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,16 +30,15 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines import cuda, ring_stage
-from engines.arena import Arena
-from engines.bundle import ITEMSIZE, Bundle, BundleError, Dtype, StageSpec
-from engines.clocks import ClockKind
+from engines.bundle import Bundle, BundleError, Dtype, StageSpec
 from engines.cuda import CudaFailed, DevicePtr
-from engines.cuda_memory import HostArray, OutOfPages, Range, page_bytes, write_ordered
+from engines.cuda_memory import HostArray, OutOfPages, page_bytes
+from engines.cuda_state import CudaState
 from engines.executor import MemoryUse, NoRoom, check_setting
 from engines.gpu import NotReady, check_fits, check_room, hold_gpu
 from engines.gpu import open_gpu as open_gpu  # also for `tensorrt_executor`
 from engines.kernel_stages import KernelStages, plan_kernels
-from engines.kernels.tick import NoiseCall, Row, TickKernels, fill_bytes, table_bytes
+from engines.kernels.tick import NoiseCall, TickKernels
 from engines.layout import plan_layout
 from engines.ort_executor import STORAGE, StageFailed, check_ports
 from engines.program import Buffer, Step, plan_program
@@ -56,8 +55,6 @@ LOOK_TICKS = 12
 """How often free memory is looked at: about once a second."""
 KEEP_FREE_BYTES = 256 << 20
 """Left alone when sessions are counted that would fit: libraries take some in passing."""
-SPREAD = ("float32", "bfloat16", "float8e4m3", "int8")
-"""Rings of these `age` fills with noise; others hold ids."""
 KERNELS = Path.home() / ".cache" / "duplexbox" / "kernels"
 
 
@@ -130,18 +127,22 @@ class CudaExecutor:
         check_fits(self.device, self.layout, self._weights_bytes + plan.scratch_bytes)
         self.stream = cuda.Stream()
         self._closing.callback(self.stream.close)
-        self._whole = cuda.allocate(self.layout.whole_bytes)
-        self._closing.callback(cuda.release, self._whole)
-        cuda.fill_bytes(self._whole, options.poison, self.layout.whole_bytes)
-        self.device.synchronize()
-        self._range = Range(self.layout.growing_bytes, options.ordinal)
-        self._closing.callback(self._range.close)
-        self.arena = Arena(
-            self.layout, self._range, on_demand=options.on_demand, poison=options.poison
-        )
         major, minor = self.device.compute_capability
         self._kernels = TickKernels(f"sm_{major}{minor}", options.kernels)
         self._closing.callback(self._kernels.close)
+        self.state = CudaState(
+            manifest,
+            self._program,
+            self.layout,
+            self._kernels,
+            self.stream,
+            ordinal=options.ordinal,
+            on_demand=options.on_demand,
+            poison=options.poison,
+        )
+        self._closing.callback(self.state.close)
+        self.arena, self._address = self.state.arena, self.state.address
+        self.device.synchronize()
         self._rings = RingLauncher(
             manifest.stages,
             slots,
@@ -153,7 +154,6 @@ class CudaExecutor:
         self._kernel_stages = KernelStages(self.bundle, plan, self.device, options.kernels)
         self._closing.callback(self._kernel_stages.close)
         self._by_kernels = {stage.name for stage in plan.stages}
-        self._tables()
         self._ports()
         self._open_stages()
         self._run_options = ort.RunOptions()
@@ -186,7 +186,7 @@ class CudaExecutor:
             return
         self._enter()
         self.arena.move(source, target)
-        self._kernels.move(self._all_rows, self._all_count, source, target, self.stream)
+        self.state.move(source, target)
         self._tell_places()
 
     def step(self, batch: int) -> None:
@@ -250,19 +250,14 @@ class CudaExecutor:
     def age(self, slot: int, ticks: int) -> None:
         """See `executor.Ages.age`. Also maps the pages of that age, and fills rings with noise."""
         self._begin(slot, {}, ticks)
-        for region in self._regions.values():
-            if region.clock.kind is ClockKind.COUNTER:
-                self._set(region.name, slot, region.clock.position(ticks))
-        for address, nbytes, dtype in self._noise_spans(slot, ticks):
-            if dtype in SPREAD:
-                self._kernels.spread(address, nbytes, ITEMSIZE[dtype], self.stream)
+        self.state.make_old(slot, ticks)
         self.stream.synchronize()
 
     def memory(self) -> MemoryUse:
         """See `executor.OnDevice.memory`. The thread that ticks sees what is so now."""
         if threading.get_ident() == self._thread:
             self._free_bytes = self.device.free_bytes
-        committed = self._range.committed_bytes
+        committed = self.state.range.committed_bytes
         return MemoryUse(
             weights=self._weights_bytes,
             whole=self.layout.whole_bytes,
@@ -292,15 +287,7 @@ class CudaExecutor:
 
     def region(self, name: str, slot: int) -> NDArray[Any]:
         """A copy of one session's region, for tests. bfloat16 comes as uint16."""
-        region = self._regions[name]
-        self.stream.synchronize()
-        if self.layout.ring_rows(name) is None:
-            raw = cuda.read_device(self._address(Buffer(name, 0), slot), region.whole_bytes)
-            return np.frombuffer(raw, STORAGE[region.dtype][0]).reshape(region.shape)
-        spans = self._ring_spans(name, slot, self.arena.age(slot) or 0)
-        raw = bytearray().join(cuda.read_device(address, nbytes) for address, nbytes in spans)
-        shape = (1, -1, *region.shape[region.clock.axis + 1 :])
-        return np.frombuffer(raw, STORAGE[region.dtype][0]).reshape(shape)
+        return self.state.region(name, slot)
 
     def wire_address(self, name: str) -> DevicePtr:
         """Where slot 0 of a tensor lies that one stage of a tick hands to another."""
@@ -330,74 +317,13 @@ class CudaExecutor:
         except OutOfPages as err:
             self.arena.abandon(slot)
             raise NoRoom(f"the GPU has no memory for a session in slot {slot}: {err}") from None
-        self._reset(slot)
+        self.state.begin(slot)
         for name, value in settings.items():
-            self._set(name, slot, value)
-
-    def _reset(self, slot: int) -> None:
-        """First values of everything that lies whole."""
-        self._kernels.reset(self._all_rows, self._all_count, slot, self.stream)
-        place = self.arena.places[slot]
-        self._kernels.reset(self._placed_rows, self._placed_count, place, self.stream)
+            self.state.set(name, slot, value)
 
     def _tell_places(self) -> None:
         if self.layout.has_places:
             self._rings.place(self.arena.places, self.stream)
-
-    def _set(self, name: str, slot: int, value: float) -> None:
-        storage = STORAGE[self._regions[name].dtype][0]
-        raw = np.array(value).astype(storage).tobytes()
-        write_ordered(self._address(Buffer(name, 0), slot), raw, self.stream)
-
-    def _address(self, buffer: Buffer, slot: int = 0) -> DevicePtr:
-        """Where ``slot`` of a buffer lies; of a ring in places, place number ``slot``."""
-        place = self.layout.whole.get(buffer)
-        if place is not None:
-            return DevicePtr(self._whole + place.offset_bytes + slot * place.row_bytes)
-        rows = self.layout.ring_rows(buffer.name)
-        assert rows is not None, buffer
-        return DevicePtr(self._range.base + rows.first + slot * rows.slot_bytes)
-
-    def _ring_spans(
-        self, name: str, slot: int, ticks: int, first: int = 0
-    ) -> Iterator[tuple[DevicePtr, int]]:
-        """(address, bytes) of the rows from ``first`` on that a session of ``ticks`` ticks has."""
-        count = self._regions[name].clock.valid_rows(ticks) - first
-        return self.row_spans(name, slot, first, count)
-
-    def _noise_spans(self, slot: int, ticks: int) -> Iterator[tuple[DevicePtr, int, Dtype]]:
-        """(address, bytes, dtype) of all ring rows of a session that age; of a place in one go."""
-        done: set[str] = set()
-        for family in self.layout.families:
-            dtypes = {self._regions[name].dtype for name in family.names}
-            if family.in_places and len(dtypes) == 1:
-                start = family.base_pages[0] * family.page_bytes
-                start += self.arena.places[slot] * family.slot_bytes
-                yield DevicePtr(self._range.base + start), family.bytes_at(ticks), dtypes.pop()
-                done.update(family.names)
-        for region in self._regions.values():
-            if region.clock.kind is ClockKind.RING and region.name not in done:
-                for address, nbytes in self._ring_spans(region.name, slot, ticks):
-                    yield address, nbytes, region.dtype
-
-    def row_spans(
-        self, name: str, slot: int, first: int, count: int
-    ) -> Iterator[tuple[DevicePtr, int]]:
-        """(address, bytes) of rows of one session's ring, whatever way it lies."""
-        region = self._regions[name]
-        lies_at = self.arena.places[slot] if name in self.layout.placed else slot
-        rows = self.layout.ring_rows(name)
-        if rows is not None:
-            for offset, nbytes in rows.spans(lies_at, first, count):
-                yield DevicePtr(self._range.base + offset), nbytes
-            return
-        row_bytes = region.whole_bytes // region.clock.retain
-        yield DevicePtr(self.whole_row(name, slot) + first * row_bytes), count * row_bytes
-
-    def whole_row(self, name: str, slot: int) -> DevicePtr:
-        """Where one session's part of a region lies that is whole from the start."""
-        lies_at = self.arena.places[slot] if name in self.layout.placed else slot
-        return self._address(Buffer(name, 0), lies_at)
 
     def park(self, slot: int, ticks: int) -> None:
         """Have memory for a prompt of ``ticks`` rows in ``slot``, which no tick steps."""
@@ -413,9 +339,9 @@ class CudaExecutor:
         self._enter()
         self.arena.seat(source, target, ticks)
         if source != target:
-            self._kernels.move(self._all_rows, self._all_count, source, target, self.stream)
+            self.state.move(source, target)
             self._tell_places()
-        self._kernels.reset(self._fresh_rows, self._fresh_count, target, self.stream)
+        self.state.begin_beside_rings(target)
 
     def primer(self) -> "CudaPrimer":
         """See `executor.Primes.primer`. Raises `NotReady` if the GPU has no room for it."""
@@ -439,41 +365,6 @@ class CudaExecutor:
         cuda.fill_bytes(pointer, 0, nbytes)
         self.device.synchronize()
         return pointer
-
-    def _tables(self) -> None:
-        """Row tables on the device: all regions that lie whole, and those to copy back."""
-        after = self._program.current[1]
-        rows: list[Row] = []
-        placed: list[Row] = []
-        fresh: list[Row] = []
-        back: list[Row] = []
-        for region in self._regions.values():
-            if Buffer(region.name, 0) not in self.layout.whole:
-                assert region.fill == 0, f"{region.name}: a ring in pages begins with zeros"
-                continue
-            moved = after[region.name] == 1
-            row = Row(
-                self._address(Buffer(region.name, 0)),
-                self._address(Buffer(region.name, 1)) if moved else 0,
-                region.whole_bytes,
-                fill_bytes(region.fill, STORAGE[region.dtype][0], region.dtype == "bfloat16"),
-            )
-            (placed if region.name in self.layout.placed else rows).append(row)
-            if not region.in_place:
-                fresh.append(row)
-            if moved:
-                back.append(row)
-        self._all_count, self._back_count, self._placed_count = len(rows), len(back), len(placed)
-        self._all_rows, self._back_rows = self._table(rows), self._table(back)
-        self._placed_rows = self._table(placed)
-        self._fresh_rows, self._fresh_count = self._table(fresh), len(fresh)
-
-    def _table(self, rows: Sequence[Row]) -> DevicePtr:
-        raw = table_bytes(rows) or bytes(32)
-        table = cuda.allocate(len(raw))
-        self._closing.callback(cuda.release, table)
-        cuda.write_device(table, raw)
-        return table
 
     def _ports(self) -> None:
         """Page-locked arrays the caller reads and writes."""
@@ -544,7 +435,7 @@ class CudaExecutor:
         """Bind ``batch``, and capture it unless ticks run eagerly."""
         parts = self._bind(batch)
         for slot in range(batch):
-            self._reset(slot)
+            self.state.begin(slot)
         if self.options.graphs:
             self._graphs.capture(batch, parts)
         else:
@@ -566,11 +457,10 @@ class CudaExecutor:
             for host, source, nbytes in returns:
                 host.from_device(source, nbytes, stream)
 
-        back = self._back_rows
         return [
             Part("copy_in", lambda: self._pcm_in.to_device(hear, batch * frame_bytes, stream)),
             *(Part(s.stage.name, self._bind_step(s, batch)) for s in self._program.steps[0]),
-            Part("state", lambda: self._kernels.back(back, self._back_count, batch, stream)),
+            Part("state", lambda: self.state.move_on(batch)),
             Part("copy_out", copy_out),
         ]
 

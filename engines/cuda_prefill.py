@@ -67,11 +67,11 @@ class CudaParking:
         storage = STORAGE[region.dtype][0]
         self._executor.stream.synchronize()
         if rows is None or not _by_rows(region):
-            place = self._executor.whole_row(name, slot)
+            place = self._executor.state.whole_row(name, slot)
             whole = np.frombuffer(cuda.read_device(place, region.whole_bytes), storage)
             whole = whole.reshape(region.shape)
             return np.array(whole if rows is None else whole[_span(region, first, rows)])
-        spans = self._executor.row_spans(name, slot, first, rows)
+        spans = self._executor.state.row_spans(name, slot, first, rows)
         raw = bytearray().join(cuda.read_device(address, nbytes) for address, nbytes in spans)
         return np.frombuffer(raw, storage).reshape(_rows_shape(region, rows))
 
@@ -86,7 +86,7 @@ class CudaParking:
             rows, first, length = whole, 0, region.clock.retain
         self._executor.park(slot, _ticks_of(region, first + length))
         raw, done = np.ascontiguousarray(rows).tobytes(), 0
-        for address, nbytes in self._executor.row_spans(name, slot, first, length):
+        for address, nbytes in self._executor.state.row_spans(name, slot, first, length):
             write_ordered(address, raw[done : done + nbytes], self._executor.stream)
             done += nbytes
         self._executor.stream.synchronize()
@@ -103,7 +103,7 @@ class CudaParking:
     def _put(self, name: str, slot: int, value: NDArray[Any]) -> None:
         region = self._regions[name]
         raw = np.broadcast_to(value.astype(STORAGE[region.dtype][0]), region.shape).tobytes()
-        write_ordered(self._executor.whole_row(name, slot), raw, self._executor.stream)
+        write_ordered(self._executor.state.whole_row(name, slot), raw, self._executor.stream)
 
 
 class CudaPrimer(CudaParking):
@@ -169,7 +169,7 @@ class CudaPrimer(CudaParking):
         """Rows between the slot's rings and the whole ones."""
         for ring in self._rings:
             at = self._whole[ring.name] + first * (ring.whole_bytes // ring.clock.retain)
-            for address, nbytes in self._executor.row_spans(ring.name, slot, first, rows):
+            for address, nbytes in self._executor.state.row_spans(ring.name, slot, first, rows):
                 target, source = (at, address) if inwards else (address, at)
                 cuda.copy_device(
                     DevicePtr(target), DevicePtr(source), nbytes, self._executor.stream

@@ -166,8 +166,8 @@ def test_a_session_for_which_there_is_no_memory_is_alone_in_its_trouble(
         executor.step(1)
     executor.join(1, {})  # a prepared slot needs no memory
     executor.step(2)
-    while executor._range._stock:  # let spare pages go, as `close` would
-        driver.cuMemRelease(executor._range._stock.pop())
+    while executor.state.range._stock:  # let spare pages go, as `close` would
+        driver.cuMemRelease(executor.state.range._stock.pop())
     driver.foreign_bytes = driver.free_bytes
     for _ in range(3):
         executor.step(2)
@@ -192,7 +192,7 @@ def test_the_newest_is_sent_away_when_memory_runs_out_under_the_others(
     executor.step(3)
     while not executor.memory().short_in_ticks:
         driver.foreign_bytes += driver.free_bytes
-        executor._range._stock.clear()
+        executor.state.range._stock.clear()
         executor.step(3)
         assert executor.arena.tick < ROWS
     short = executor.memory().short_in_ticks

@@ -182,7 +182,7 @@ def test_rings_of_another_dtype_are_refused(wide: Bundle) -> None:
         msgspec.structs.replace(t, dtype="int8") if t.name.startswith("temporal.") else t
         for t in stage.inputs
     )
-    with pytest.raises(BundleError, match=r"rings and rows of float32, int8; the kernel takes one"):
+    with pytest.raises(BundleError, match="rows of float32 with rings of int8; the kernel takes"):
         ring_launch.shape_of(msgspec.structs.replace(stage, inputs=narrow))
 
 
