@@ -50,15 +50,17 @@ def test_the_demo_ends_well_and_leaves_everything_it_promises(tmp_path: Path) ->
     assert any("sessions 1" in line for line in shown)
     summary = json.loads((out / "summary.json").read_text())
     # 1.6 s are 20 frames, of which the caller stays for 0.8 s; 1.2 s at 8 kHz are 15.
-    assert [s["due"] for s in summary["sessions"]] == [10, 15]
-    assert [s["generated"] for s in summary["sessions"]] == [10, 15]
+    # A frame that a busy machine brings late is due one tick later, after one of silence.
+    assert [s["due"] - s["concealed"] for s in summary["sessions"]] == [10, 15]
+    assert all(s["generated"] == s["due"] for s in summary["sessions"])
     assert summary["unexplained"] == 0
     assert ElementTree.parse(out / "margin.svg").getroot().tag.endswith("svg")
     for name in ("01-a", "02-b"):
         assert (out / f"{name}.reply.wav").is_file()
         assert (out / f"{name}.txt").is_file()
     reply, rate = soundfile.read(out / "02-b.reply.wav", dtype="float32")
-    assert (rate, len(reply)) == (24_000, round(1.2 * 24_000))
+    silence = summary["sessions"][1]["concealed"] * 1920
+    assert (rate, len(reply)) == (24_000, round(1.2 * 24_000) + silence)
     assert np.abs(reply[:1920]).max() == 0
     if summary["sessions"][1]["on_time"] == 15:
         # The echo of a 400 Hz tone, past the delay: its own level, not noise and not silence.
