@@ -6,6 +6,7 @@
 #include "linear_types.cuh"
 
 constexpr int MOST_STEPS = 16;
+constexpr int FEW_STEPS = 8;  // that all fit in registers
 
 struct AttendParams {
     u64 qkv;  // (steps, B, 3 D) Element: of one layer
@@ -18,17 +19,11 @@ struct AttendParams {
     u32 reserved;
 };
 
-// grid (B * heads / WARPS). A warp per session and head.
-extern "C" __global__ void __launch_bounds__(THREADS) depth_attend(AttendParams p) {
-    let_others_start();
-    wait_for_others();
-    u32 unit = blockIdx.x * WARPS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    if (unit >= p.batch * p.heads) return;
-    u32 b = unit / p.heads, head = unit % p.heads, width = p.features / p.heads;
-    u64 stride = (u64)p.batch * 3 * p.features;  // from step to step
-    const Element* own = (const Element*)p.qkv + (u64)b * 3 * p.features + head * width;
-    const Element* query = own + p.step * stride;
-    Element* y = (Element*)p.y + (u64)b * p.features + head * width;
+// Sums over the steps seen, for any width of a head: rows are read as they are needed.
+__device__ __forceinline__ void attend_wide(const AttendParams& p, const Element* own,
+                                            const Element* query, Element* y, u32 width,
+                                            u32 lane) {
+    u64 stride = (u64)p.batch * 3 * p.features;
     float scores[MOST_STEPS], most = __uint_as_float(0xff800000u);
 #pragma unroll
     for (int k = 0; k < MOST_STEPS; k++) {
@@ -59,8 +54,67 @@ extern "C" __global__ void __launch_bounds__(THREADS) depth_attend(AttendParams 
     }
 }
 
+// The same for heads of up to 64 and up to 8 steps: everything is read before anything is summed.
+__device__ __forceinline__ void attend_narrow(const AttendParams& p, const Element* own,
+                                              const Element* query, Element* y, u32 width,
+                                              u32 lane) {
+    u64 stride = (u64)p.batch * 3 * p.features;
+    float q[2], keys[FEW_STEPS][2], values[FEW_STEPS][2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        u32 i = lane + j * LANES;
+        q[j] = i < width ? widened(query[i]) : 0.0f;
+#pragma unroll
+        for (int k = 0; k < FEW_STEPS; k++) {
+            bool is_seen = i < width && k <= p.step;
+            const Element* at = own + p.features + k * stride + i;
+            keys[k][j] = is_seen ? widened(at[0]) : 0.0f;
+            values[k][j] = is_seen ? widened(at[p.features]) : 0.0f;
+        }
+    }
+    float scores[FEW_STEPS], most = __uint_as_float(0xff800000u), weights = 0;
+#pragma unroll
+    for (int k = 0; k < FEW_STEPS; k++) {
+        float score = fmaf(q[1], keys[k][1], fmaf(q[0], keys[k][0], 0.0f));
+        for (int half = 16; half; half /= 2) score += __shfl_xor_sync(~0u, score, half);
+        scores[k] = score * p.scale;
+        if (k <= p.step) most = fmaxf(most, scores[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < FEW_STEPS; k++) {
+        scores[k] = expf(scores[k] - most);
+        if (k <= p.step) weights += scores[k];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < FEW_STEPS; k++)
+            if (k <= p.step) sum = fmaf(scores[k], values[k][j], sum);
+        u32 i = lane + j * LANES;
+        if (i < width) y[i] = narrowed(p.step ? sum / weights : values[0][j]);
+    }
+}
+
+// grid (B * heads / WARPS). A warp per session and head.
+extern "C" __global__ void __launch_bounds__(THREADS) depth_attend(AttendParams p) {
+    let_others_start();
+    wait_for_others();
+    u32 unit = blockIdx.x * WARPS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    if (unit >= p.batch * p.heads) return;
+    u32 b = unit / p.heads, head = unit % p.heads, width = p.features / p.heads;
+    const Element* own = (const Element*)p.qkv + (u64)b * 3 * p.features + head * width;
+    const Element* query = own + (u64)p.step * p.batch * 3 * p.features;
+    Element* y = (Element*)p.y + (u64)b * p.features + head * width;
+    if (width <= 2 * LANES && p.step < FEW_STEPS)
+        attend_narrow(p, own, query, y, width, lane);
+    else
+        attend_wide(p, own, query, y, width, lane);
+}
+
 constexpr int CHOOSERS = 1024;
 constexpr int MOST_CANDIDATES = 1024;
+constexpr u32 HELD = 32;  // keys of a thread: 32,768 tokens; those beyond are read again and again
 constexpr int MOST_STREAMS = 64;
 
 struct ChooseParams {
@@ -106,19 +160,42 @@ __device__ __forceinline__ float of_key(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Sum of x over the threads before this one; shared: 32 words. All CHOOSERS threads call it.
-__device__ __forceinline__ u32 sum_before(u32 x, u32* shared) {
-    u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, all = x;
-    for (int step = 1; step < LANES; step *= 2) {
-        u32 other = __shfl_up_sync(~0u, all, step);
-        if (lane >= step) all += other;
+// The digit in which the `left`-th largest entry lies, how many entries lie above that digit, and
+// how many in it. All CHOOSERS threads call it; histogram is complete after the barrier in here.
+__device__ __forceinline__ void find_digit(const u32* histogram, u32* scan, u32 left, u32* digit,
+                                           u32* above, u32* in) {
+    u32 me = threadIdx.x;
+    __syncthreads();
+    u32 mine = 0, sum = 0, lane = me % LANES;
+    if (me < 256) {  // 8 warps; thread `me` looks at digit 255 - me
+        sum = mine = histogram[255 - me];
+        for (int step = 1; step < LANES; step *= 2) {
+            u32 other = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += other;
+        }
+        if (lane == LANES - 1) scan[me / LANES] = sum;
     }
     __syncthreads();
-    if (lane == LANES - 1) shared[warp] = all;
+    if (me < 256) {
+        for (int w = 0; w < me / LANES; w++) sum += scan[w];
+        if (sum >= left && sum - mine < left) {
+            *digit = 255 - me;
+            *above = sum - mine;
+            *in = mine;
+        }
+    }
     __syncthreads();
-    u32 before = 0;
-    for (int w = 0; w < warp; w++) before += shared[w];
-    return before + all - x;
+}
+
+// visit(id, key) for this thread's share: ids threadIdx.x + j * CHOOSERS.
+template <class Visit>
+__device__ __forceinline__ void for_all(const u32 (&keys)[HELD], const float* logits, u32 count,
+                                        Visit visit) {
+    u32 me = threadIdx.x;
+#pragma unroll
+    for (u32 j = 0; j < HELD; j++)
+        if (me + j * CHOOSERS < count) visit(me + j * CHOOSERS, keys[j]);
+    for (u32 i = me + HELD * CHOOSERS; i < count; i += CHOOSERS) visit(i, key_of(logits[i]));
 }
 
 // grid (B). Candidates are the largest logits, ties in order of their ids. Each has noise of its
@@ -127,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS) depth_choose(ChooseParams
     __shared__ u32 histogram[256];
     __shared__ u32 scan[LANES];
     __shared__ u64 found[MOST_CANDIDATES];
-    __shared__ u32 bound, above, taken;
+    __shared__ u32 bound, above, tied, more, taken;
     __shared__ u64 best[LANES];
     __shared__ i64 choice;
     let_others_start();
@@ -140,51 +217,55 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS) depth_choose(ChooseParams
     u32 limit = asked > 0 && asked < p.candidates ? (u32)asked : p.candidates;
     if (is_greedy) limit = 1;
 
+    // Keys that fit stay in registers, all read at once.
+    u32 keys[HELD];
+#pragma unroll
+    for (u32 j = 0; j < HELD; j++) {
+        u32 i = me + j * CHOOSERS;
+        if (i < p.count) keys[j] = key_of(logits[i]);
+    }
+
     // The key of the last candidate, eight bits at a time: `prefix` are those known so far. Bits
     // below the last pass are the same in all keys of one sign, and left out of comparisons.
     u32 prefix = 0, left = limit, known = 0xffffffffu << (32 - 8 * p.passes);
     for (u32 pass = 0; pass < p.passes; pass++) {
-        u32 shift = 24 - 8 * pass;
+        u32 shift = 24 - 8 * pass, before = pass ? 0xffffffffu << (shift + 8) : 0;
         if (me < 256) histogram[me] = 0;
         __syncthreads();
-        for (u32 i = me; i < p.count; i += CHOOSERS) {
-            u32 key = key_of(logits[i]);
-            if (pass == 0 || key >> (shift + 8) == prefix >> (shift + 8))
-                atomicAdd(&histogram[key >> shift & 255], 1);
-        }
-        __syncthreads();
-        if (me < 256) {  // 8 warps; thread `me` looks at digit 255 - me
-            u32 digit = 255 - me, mine = histogram[digit], sum = mine, lane = me % LANES;
-            for (int step = 1; step < LANES; step *= 2) {
-                u32 other = __shfl_up_sync(~0u, sum, step);
-                if (lane >= step) sum += other;
-            }
-            if (lane == LANES - 1) scan[me / LANES] = sum;
-            asm volatile("bar.sync 1, 256;" ::: "memory");
-            for (int w = 0; w < me / LANES; w++) sum += scan[w];
-            if (sum >= left && sum - mine < left) {
-                bound = prefix | digit << shift;
-                above = sum - mine;
-            }
-        }
-        __syncthreads();
-        prefix = bound;
+        for_all(keys, logits, p.count, [&](u32, u32 key) {
+            if ((key & before) == prefix) atomicAdd(&histogram[key >> shift & 255], 1);
+        });
+        find_digit(histogram, scan, left, &bound, &above, &tied);
+        prefix |= bound << shift;
         left -= above;
         __syncthreads();
     }
 
-    // All above the last key, and of those at it the `left` first ones.
+    // Of more keys that are equal to it than are wanted, those of the lowest ids: the same again,
+    // of what an id lacks to the largest there can be.
+    u32 last = 0, wanted = left;
+    if (tied > left)
+        for (u32 pass = 0; pass < 4; pass++) {
+            u32 shift = 24 - 8 * pass, before = pass ? 0xffffffffu << (shift + 8) : 0;
+            if (me < 256) histogram[me] = 0;
+            __syncthreads();
+            for_all(keys, logits, p.count, [&](u32 i, u32 key) {
+                u32 lack = 0xffffffffu - i;
+                if ((key & known) == prefix && (lack & before) == last)
+                    atomicAdd(&histogram[lack >> shift & 255], 1);
+            });
+            find_digit(histogram, scan, wanted, &bound, &above, &more);
+            last |= bound << shift;
+            wanted -= above;
+            __syncthreads();
+        }
     if (me == 0) taken = 0;
-    u32 each = (p.count + CHOOSERS - 1) / CHOOSERS, from = me * each;
-    u32 until = min(from + each, p.count), equal = 0;
-    for (u32 i = from; i < until; i++) equal += (key_of(logits[i]) & known) == prefix;
-    u32 rank = sum_before(equal, scan);
     __syncthreads();
-    for (u32 i = from; i < until; i++) {
-        u32 key = key_of(logits[i]), leading = key & known;
-        bool is_in = leading > prefix || (leading == prefix && rank++ < left);
-        if (is_in) found[atomicAdd(&taken, 1)] = (u64)key << 32 | (0xffffffffu - i);
-    }
+    for_all(keys, logits, p.count, [&](u32 i, u32 key) {
+        u32 leading = key & known, lack = 0xffffffffu - i;
+        if (leading > prefix || (leading == prefix && lack >= last))
+            found[atomicAdd(&taken, 1)] = (u64)key << 32 | lack;
+    });
     __syncthreads();
 
     // A candidate's rank is the number of larger ones; entries differ, as their ids do.

@@ -22,6 +22,15 @@ struct EmbedParams {
     int delays[MOST_STREAMS];
 };
 
+// Element j of 16 bytes.
+__device__ __forceinline__ float element_of(const uint4& x, u32 j) {
+#if LINEAR_ELEMENT == 0
+    return __uint_as_float(word(x, j));
+#else
+    return widened((Element)(word(x, j / 2) >> (j % 2 * 16)));
+#endif
+}
+
 // grid (B). Writes the caller's codes at offset + delay, reads position `offset` of every stream
 // (its initial id where offset <= delay), and sums the rows of those ids: streams 1, 2, ..., then
 // text, rounded after every addition. Id -1 is zero; an id that no table has is taken as -1.
@@ -50,6 +59,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_embed(EmbedParams p)
     __syncthreads();
     const u64* tables = (const u64*)p.tables;
     Element* y = (Element*)p.y + (u64)b * p.features;
+    // Eight rows are read before the first is added: read one by one they took 125 us.
+    constexpr u32 UNIT = 16 / sizeof(Element), AT_ONCE = 8;
+    if (p.features % UNIT == 0 && p.y % 16 == 0) {
+        for (u32 i = threadIdx.x * UNIT; i < p.features; i += THREADS * UNIT) {
+            float sums[UNIT];
+            for (u32 first = 1; first <= p.streams; first += AT_ONCE) {
+                uint4 rows[AT_ONCE];
+#pragma unroll
+                for (u32 k = 0; k < AT_ONCE; k++) {
+                    u32 stream = (first + k) % p.streams;
+                    rows[k] = make_uint4(0, 0, 0, 0);
+                    if (first + k <= p.streams && ids[stream] >= 0)
+                        rows[k] = load_row((const Element*)tables[stream] +
+                                           (u64)ids[stream] * p.features + i);
+                }
+#pragma unroll
+                for (u32 k = 0; k < AT_ONCE; k++) {
+                    if (first + k > p.streams) break;
+#pragma unroll
+                    for (u32 j = 0; j < UNIT; j++) {
+                        float value = element_of(rows[k], j);
+                        sums[j] = first + k == 1 ? value : rounded(sums[j] + value);
+                    }
+                }
+            }
+#pragma unroll
+            for (u32 j = 0; j < UNIT; j++) y[i + j] = narrowed(sums[j]);
+        }
+        return;
+    }
     for (u32 i = threadIdx.x; i < p.features; i += THREADS) {
         float sum = 0;
         for (u32 k = 1; k <= p.streams; k++) {

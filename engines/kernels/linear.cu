@@ -111,14 +111,80 @@ __device__ float row_scale(const Element* x, u32 inputs, float eps, float* share
 
 #if LINEAR_TILES == 0
 
+#if LINEAR_ELEMENT != 0
+
+constexpr int HELD = 2;  // eights of inputs that a thread norms from registers
+
+__device__ __forceinline__ uint4 normed8(const uint4& x, const uint4& alpha, float scale) {
+    uint4 y;
+    u32* to = (u32*)&y;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 v = word(x, j), a = word(alpha, j);
+        Element low = narrowed(normed(widened(v & 0xffff), widened(a & 0xffff), scale));
+        Element high = narrowed(normed(widened(v >> 16), widened(a >> 16), scale));
+        to[j] = low | (u32)high << 16;
+    }
+    return y;
+}
+
+// What of alpha this thread will need; weights, so before anybody is waited for.
+__device__ __forceinline__ void load_alphas(uint4 (&alphas)[HELD], const Element* alpha,
+                                            u32 inputs) {
+#pragma unroll
+    for (u32 k = 0; k < HELD; k++) {
+        u32 i = (threadIdx.x + k * THREADS) * 8;
+        if (i < inputs) alphas[k] = load_row(alpha + i);
+    }
+}
+
+// The norm of a row of eights: store(i, eight) for all of this thread's. Reads all it can before
+// it writes, as nothing that is read may overtake what is written.
+template <class Store>
+__device__ __forceinline__ void norm_eights(const Element* row, const Element* alpha,
+                                            const uint4 (&alphas)[HELD], u32 inputs, float eps,
+                                            float* sums, Store store) {
+    uint4 values[HELD];
+    float squares = 0;
+    u32 first = threadIdx.x * 8, rest = first + HELD * THREADS * 8;
+#pragma unroll
+    for (u32 k = 0; k < HELD; k++)
+        if (first + k * THREADS * 8 < inputs) values[k] = load_row(row + first + k * THREADS * 8);
+#pragma unroll
+    for (u32 k = 0; k < HELD; k++)
+        if (first + k * THREADS * 8 < inputs) squares = add_squares(squares, values[k]);
+    for (u32 i = rest; i < inputs; i += THREADS * 8)
+        squares = add_squares(squares, load_row(row + i));
+    float scale = rsqrtf(block_sum(squares, sums) / inputs + eps);
+#pragma unroll
+    for (u32 k = 0; k < HELD; k++) {
+        u32 i = first + k * THREADS * 8;
+        if (i < inputs) store(i, normed8(values[k], alphas[k], scale));
+    }
+    for (u32 i = rest; i < inputs; i += THREADS * 8)
+        store(i, normed8(load_row(row + i), load_row(alpha + i), scale));
+}
+
+#endif  // LINEAR_ELEMENT
+
 // grid (B). A norm of every row.
 extern "C" __global__ void __launch_bounds__(THREADS) norm_rows(NormParams p) {
     __shared__ float sums[WARPS];
     let_others_start();
-    wait_for_others();
     const Element* x = (const Element*)p.x + (u64)blockIdx.x * p.x_stride;
     const Element* alpha = (const Element*)p.alpha;
     Element* y = (Element*)p.y + (u64)blockIdx.x * p.y_stride;
+#if LINEAR_ELEMENT != 0
+    if ((p.inputs | p.x_stride | p.y_stride) % 8 == 0 && (p.x | p.alpha | p.y) % 16 == 0) {
+        uint4 alphas[HELD];
+        load_alphas(alphas, alpha, p.inputs);
+        wait_for_others();
+        norm_eights(x, alpha, alphas, p.inputs, p.eps, sums,
+                    [&](u32 i, const uint4& eight) { *(uint4*)(y + i) = eight; });
+        return;
+    }
+#endif
+    wait_for_others();
     float scale = row_scale(x, p.inputs, p.eps, sums);
     for (u32 i = threadIdx.x; i < p.inputs; i += THREADS)
         y[i] = narrowed(normed(widened(x[i]), widened(alpha[i]), scale));

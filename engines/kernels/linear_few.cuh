@@ -3,19 +3,6 @@
 // One session's product is as fast as its weights arrive, so every warp keeps some stages of 2 KiB
 // under way and waits for nobody; parts of a sum meet once, at the end.
 
-__device__ __forceinline__ uint4 normed8(const uint4& x, const uint4& alpha, float scale) {
-    uint4 y;
-    u32* to = (u32*)&y;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        u32 v = word(x, j), a = word(alpha, j);
-        Element low = narrowed(normed(widened(v & 0xffff), widened(a & 0xffff), scale));
-        Element high = narrowed(normed(widened(v >> 16), widened(a >> 16), scale));
-        to[j] = low | (u32)high << 16;
-    }
-    return y;
-}
-
 constexpr int STAGES = LINEAR_STAGES;
 constexpr u32 TILE_BYTES = 16 * 128;
 
@@ -65,15 +52,9 @@ __device__ __forceinline__ void linear_few(const LinearParams& p) {
         commit_copies();
         into += stage_bytes;
     }
-    constexpr int HELD = 2;  // eights of inputs that a thread norms from registers
     const Element* alpha = (const Element*)p.alpha;
-    u32 first_input = threadIdx.x * 8;
     uint4 alphas[HELD];
-    if (NORM)
-#pragma unroll
-        for (u32 k = 0; k < HELD; k++)
-            if (first_input + k * THREADS * 8 < p.inputs)
-                alphas[k] = load_row(alpha + first_input + k * THREADS * 8);
+    if (NORM) load_alphas(alphas, alpha, p.inputs);
     wait_for_others();
 
     const u8* x = (const u8*)p.x + ((u64)copied * p.x_stride + (u64)slice * length) * 2 +
@@ -81,27 +62,8 @@ __device__ __forceinline__ void linear_few(const LinearParams& p) {
     u64 x_apart = (u64)p.x_stride * 8;  // bytes from a session to the fourth after it
     u32 x_from = 0;
     if (NORM) {
-        const Element* row = (const Element*)p.x;
-        uint4 values[HELD];
-        float squares = 0;
-#pragma unroll
-        for (u32 k = 0; k < HELD; k++)
-            if (first_input + k * THREADS * 8 < p.inputs)
-                values[k] = load_row(row + first_input + k * THREADS * 8);
-#pragma unroll
-        for (u32 k = 0; k < HELD; k++)
-            if (first_input + k * THREADS * 8 < p.inputs)
-                squares = add_squares(squares, values[k]);
-        for (u32 i = first_input + HELD * THREADS * 8; i < p.inputs; i += THREADS * 8)
-            squares = add_squares(squares, load_row(row + i));
-        float scale = rsqrtf(block_sum(squares, sums) / p.inputs + p.eps);
-#pragma unroll
-        for (u32 k = 0; k < HELD; k++) {
-            u32 i = first_input + k * THREADS * 8;
-            if (i < p.inputs) store_shared(base + i * 2, normed8(values[k], alphas[k], scale));
-        }
-        for (u32 i = first_input + HELD * THREADS * 8; i < p.inputs; i += THREADS * 8)
-            store_shared(base + i * 2, normed8(load_row(row + i), load_row(alpha + i), scale));
+        norm_eights((const Element*)p.x, alpha, alphas, p.inputs, p.eps, sums,
+                    [&](u32 i, const uint4& eight) { store_shared(base + i * 2, eight); });
         __syncthreads();
         x_from = base + slice * length * 2 + lane / 8 * 16;
     } else {
