@@ -105,11 +105,12 @@ def build(
 
     calibration: of 8-bit rings (`cache_report.plan`); None: they are as the model is.
     Raises `FolderTaken` when ``out`` holds something else, `DiskFull` before writing weights,
-    `ring_stages.CannotCut`.
+    `ring_stages.CannotCut`, `prompt.NoRoom`, `prompt.VoiceError`.
     """
     config = source.config
     if voices and config.prompt is None:
         raise prompt.VoiceError(f"{config.name} takes no voices; leave --voices out")
+    prompt.check_room(config)
     assert len(source.pieces) == config.lm.text_card, (len(source.pieces), config.lm.text_card)
     if attention == "ring":
         ring_stages.check_cut(config, source.dtype)
@@ -124,6 +125,8 @@ def build(
     graphs = graphs_of(config, source.mimi, source.lm, source.dtype, attention, caches)
     prompted = config.prompt is not None
     asks = prompt_graphs(config, source.lm, source.dtype, caches) if prompted else ()
+    # Before what takes long: a voice may be one that cannot be.
+    prompts = _write_prompt(source, asks, voices, journal) if asks else None
     kernels = _write_stages(source, (*graphs, *asks), journal, progress, say)
     pieces = msgspec.json.encode(source.pieces) + b"\n"
     _write_once(journal, PIECES, lambda: pieces)
@@ -133,7 +136,6 @@ def build(
         _write_once(journal, TOKENIZER, lambda: tiny.tokenizer(config))
     regions = all_regions(graphs, config)
     specs = _write_golden(source, graphs, asks, journal, say)
-    prompts = _write_prompt(source, asks, voices, journal) if asks else None
     manifest = Manifest(
         format=bundle.FORMAT,
         model=ModelInfo(

@@ -41,6 +41,23 @@ class VoiceError(Mistake):
     """A file that cannot be a voice of this model; whoever named it must choose another."""
 
 
+class NoRoom(Mistake):
+    """A context in which no prompt fits; whoever asked for it must ask for more."""
+
+
+def check_room(config: ModelConfig) -> None:
+    """Raise NoRoom if a prompt of two pauses and one piece of text is longer than may be."""
+    if config.prompt is None:
+        return
+    needed = 2 * config.prompt.pause_frames + 1
+    if config.lm.context - 1 < needed:
+        raise NoRoom(
+            f"--context {config.lm.context}: calls of {config.name} begin with a prompt, whose two "
+            f"pauses of {config.prompt.pause_frames} ticks and one piece of text fill {needed}, "
+            f"and one tick must be left to the call. Name {needed + 1} or more"
+        )
+
+
 def settled_codes(mimi: Mimi, sine: bool) -> tuple[int, ...]:
     """What the codec makes of silence, or of the sine, once it has heard it for two seconds."""
     config = mimi.config

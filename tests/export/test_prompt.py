@@ -1,5 +1,6 @@
 """What export writes of a prompt: codes of silence, voices from sound and from published files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,13 +14,14 @@ from engines.ort_executor import OrtExecutor
 from engines.ort_prefill import OrtPrimer
 from engines.prefill import make_prompt
 from engines.voice import read_voice
-from export import cli, prompt, tiny
+from export import build, cli, prompt, tiny
 from export.loudness import loudness_lufs
 from export.models.config import PERSONAPLEX_7B, PromptConfig
 from export.models.mimi import Mimi
 from export.models.streaming import fresh_state
 from export.prompt import VoiceError
 from export.prompt_stages import forced_tick
+from export.source import from_modules
 from export.tiny import PERSONA_MICRO
 from tests.export.calls import SEED, TorchCalls
 from tests.export.persona import frames_of
@@ -185,3 +187,27 @@ def test_a_wrong_flag_is_one_line_with_the_remedy(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("duplexbox export build: ")
     assert says in last
+
+
+@pytest.mark.parametrize("context", [7, 13])
+def test_a_context_without_room_for_a_prompt_is_refused_before_anything_is_made(
+    context: int, tmp_path: Path
+) -> None:
+    config = replace(PERSONA_MICRO, lm=replace(LM, context=context))
+    source = from_modules(config, *tiny.seeded(config, SEED), pieces=tiny.pieces(config))
+    with pytest.raises(prompt.NoRoom, match=rf"--context {context}: .* Name 14 or more"):
+        build.build(source, tmp_path / "b", largest_batch=1)
+    assert list(tmp_path.iterdir()) == []
+    prompt.check_room(replace(config, lm=replace(LM, context=14)))
+    prompt.check_room(replace(config, prompt=None))
+
+
+def test_a_voice_that_cannot_be_is_refused_before_the_graphs_are_traced(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "long.wav", hum(20), RATE_HZ)
+    source = from_modules(
+        PERSONA_MICRO, *tiny.seeded(PERSONA_MICRO, SEED), pieces=tiny.pieces(PERSONA_MICRO)
+    )
+    folder = tmp_path / "b"
+    with pytest.raises(VoiceError, match=r"voice long is 250 frames long"):
+        build.build(source, folder, largest_batch=1, voices={"long": tmp_path / "long.wav"})
+    assert not (folder / "stages").exists()

@@ -148,6 +148,23 @@ def test_who_joins_and_leaves_changes_no_bit_of_the_others(coded: Bundle) -> Non
     assert len(set(alone)) == len(alone)
 
 
+def test_the_executor_says_the_recorded_call(coded: Bundle) -> None:
+    recorded = safetensors.numpy.load_file(coded.file(coded.manifest.golden_call))
+    executor = OrtExecutor(coded, 1)
+    executor.join(0, GREEDY)
+    for tick, frame in enumerate(recorded["pcm"]):
+        executor.audio_in[0] = frame[0, 0]
+        executor.step(1)
+        for name in ("user_codes", "codes", "text", "valid"):
+            np.testing.assert_array_equal(
+                executor.wire(name), recorded[name][tick], f"{name} at {tick}"
+            )
+    assert executor.region(RINGS[0]).dtype == np.int8
+    sizes = np.abs(executor.region(RINGS[0]).astype(int))
+    assert sizes.max() > 100
+    assert (sizes > 0).mean() > 0.9
+
+
 def lived(made: Bundle, prompt: Prompt, config: ModelConfig) -> State:
     """A session of the cut model in torch that was told ``prompt`` tick by tick."""
     graphs = [g for g in coded_graphs(made, config) if g.name.startswith("temporal")]
