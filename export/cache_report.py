@@ -51,7 +51,7 @@ class Calibration:
 
     dtype: Dtype
     recordings: tuple[Path, ...]
-    """None: noise as loud as speech."""
+    """Empty: noise as loud as speech."""
     frames: int = FRAMES
 
     def made_from(self) -> dict[str, str]:
