@@ -23,13 +23,13 @@ from tests.fakes_line import FakeBox
 LIMIT_BYTES = 60_000
 
 
-@pytest.fixture
-def echo(tmp_path: Path) -> Iterator[FakeBox]:
-    with FakeBox(tmp_path) as box:
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeBox]:
+    with FakeBox(tmp_path_factory.mktemp("box")) as box:
         yield box
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def line(echo: FakeBox) -> Iterator[Line]:
     line = Line(echo.path)
     yield line
