@@ -108,6 +108,8 @@ def test_a_box_of_another_version_is_refused(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ControlError, match=f"does not speak control protocol {control.PROTOCOL}"):
+        with pytest.raises(
+            ControlError, match=f"does not speak control protocol {control.PROTOCOL}"
+        ):
             ControlClient.connect(tmp_path / "s")
         thread.join()

@@ -179,7 +179,7 @@ def serve(
         f'[engine]\nbundle = "{demonstration.BUNDLE}"\nslots = 4\n'
         f"[clock]\ndrain_s = 1\nrealtime_priority = {priority}\n"
         f'[control]\nsocket = "{sockets / f"{name}.sock"}"\n[ledger]\nfolder = "{folder / name}"\n'
-        f"[admission]\ncalibrate_s = 0\nmin_margin_ms = 0\n{more}"
+        f"[admission]\ncalibrate_s = 1\nmin_margin_ms = 0\n{more}"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "duplexbox", "appliance", "serve", "--config", str(config)],
