@@ -50,17 +50,21 @@ __device__ __forceinline__ float gelu(float x) {
 __device__ __forceinline__ void copy_async(float* to, const float* from, bool there) {
     u32 at = (u32)__cvta_generic_to_shared(to);
     int bytes = there ? 16 : 0;  // the rest is filled with zeros
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(at), "l"(from), "r"(bytes)
                  : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// A launch may begin before the one in front of it has ended (programmatic dependent launch): it may
-// then read weights, and nothing else until this returns.
+// A launch may begin before the one in front of it has ended (programmatic dependent launch): it
+// may then read weights, and nothing else until this returns.
 __device__ __forceinline__ void wait_for_others() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
