@@ -102,6 +102,8 @@ class BaresipStack:
         self._hear: Callable[[Event], None] = lambda _: None
         self._tasks: set[asyncio.Task[None]] = set()
         self._options_dropped = False
+        self._media_sockets: set[str] = set()
+        """That have a filter, by what /proc calls them."""
         self._dropped = 0
         """Datagrams, as of the end."""
 
@@ -196,6 +198,7 @@ class BaresipStack:
         elif leg is None:
             return
         elif kind is baresip.Event.CALL_ESTABLISHED:
+            self._filter_media()
             self._hear(sip_stack.Established(leg))
         elif kind is baresip.Event.CALL_CLOSED:
             del self._calls[leg], self._legs[event.call]
@@ -255,6 +258,17 @@ class BaresipStack:
                 sip_filter.attach(connection, sip_filter.program(networks, drop_options=drop))
                 if closed and is_udp:
                     sip_filter.make_room(connection)
+
+    def _filter_media(self) -> None:
+        """The same for the sockets of a call's audio, which are bound to all addresses."""
+        networks = self._config.networks
+        if not networks:
+            return
+        low, high = self._config.rtp_ports
+        among = range(low, high + 2)
+        with sip_filter.own_sockets("", 0, among=among, known=self._media_sockets) as sockets:
+            for connection in sockets:
+                sip_filter.attach(connection, sip_filter.program(networks))
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

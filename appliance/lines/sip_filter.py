@@ -122,28 +122,41 @@ def make_room(connection: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def own_sockets(address: str, port: int) -> Iterator[list[socket.socket]]:
+def own_sockets(
+    address: str, port: int, *, among: range | None = None, known: set[str] | None = None
+) -> Iterator[list[socket.socket]]:
     """This process's UDP socket and TCP listener at ``address``, whoever in it opened them.
 
-    They are borrowed: closing is left to their owner.
+    among: UDP sockets of any of these ports at any address instead. known: sockets to leave out,
+    by what /proc calls them; those that are found are added, those that are gone removed. They are
+    borrowed: closing is left to their owner.
     """
     found: list[socket.socket] = []
-    seen: set[str] = set()
+    seen: set[str] = set() if known is None else known
+    there: set[str] = set()
     try:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 kind = os.readlink(f"/proc/self/fd/{name}")
+                there.add(kind)
                 if kind.startswith("socket:") and kind not in seen:
-                    seen.add(kind)  # a copy of ours may have got a number that is yet to come
                     copy = socket.socket(fileno=os.dup(int(name)))
-                    if _is_at(copy, address, port):
+                    if _is_at(copy, address, port) if among is None else _is_among(copy, among):
+                        seen.add(kind)  # a copy of ours may have got a number that is yet to come
                         found.append(copy)
                     else:
                         copy.close()
+        seen &= there
         yield found
     finally:
         for copy in found:
             copy.close()
+
+
+def _is_among(connection: socket.socket, ports: range) -> bool:
+    if connection.family != socket.AF_INET or connection.type != socket.SOCK_DGRAM:
+        return False
+    return connection.getsockname()[1] in ports
 
 
 def _is_at(connection: socket.socket, address: str, port: int) -> bool:

@@ -59,6 +59,25 @@ def test_the_kernel_does_what_the_program_says_and_counts_what_it_dropped() -> N
         assert dropped(address, port) - before == 6
 
 
+def test_sockets_of_calls_are_found_by_their_ports_and_only_once() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.bind(("0.0.0.0", 0))
+        port = one.getsockname()[1]
+        known: set[str] = set()
+        for expected in (1, 0):
+            with own_sockets("", 0, among=range(port, port + 1), known=known) as found:
+                assert len(found) == expected
+                for connection in found:
+                    attach(connection, program([IPv4Network("127.0.0.2/32")]))
+        for source in ("127.0.0.1", "127.0.0.2"):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+                sender.bind((source, 0))
+                sender.sendto(source.encode(), ("127.0.0.1", port))
+        assert receive_all(one) == [b"127.0.0.2"]
+    with own_sockets("", 0, among=range(port, port + 1), known=known):
+        assert not known  # what is gone is forgotten
+
+
 def test_listeners_of_tcp_are_found_and_strangers_do_not_connect() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address, port = listener.getsockname()
