@@ -337,7 +337,12 @@ class CudaExecutor:
     def seat(self, source: int, target: int, ticks: int) -> None:
         """Rings parked in ``source`` become ``target``'s; the rest of its state begins anew."""
         self._enter()
-        self.arena.seat(source, target, ticks)
+        try:
+            self.arena.seat(source, target, ticks)
+        except OutOfPages as err:
+            for slot in (source, target):
+                self.arena.abandon(slot)
+            raise NoRoom(f"the GPU has no memory for a session in slot {target}: {err}") from None
         if source != target:
             self.state.move(source, target)
             self._tell_places()
@@ -353,10 +358,6 @@ class CudaExecutor:
             needed = prompt_bytes(spec, self._regions, self._weights_bytes)
             check_room(self.device, needed, "what feeds prompts")
         return CudaPrimer(self)
-
-    def load(self, stage: StageSpec) -> ort.InferenceSession:
-        """A session of one graph on this GPU. Raises `BundleError`."""
-        return self._load(stage)
 
     def room(self, nbytes: int) -> DevicePtr:
         """Device memory full of zeros, given back by `close`."""
@@ -396,10 +397,11 @@ class CudaExecutor:
     def _open_stages(self) -> None:
         """Load every graph that no kernel stands in for; `tensorrt_executor` loads plans."""
         stages = [s for s in self.bundle.manifest.stages if s.name not in self._by_kernels]
-        self._sessions = {stage.name: self._load(stage) for stage in stages if stage.graph}
+        self._sessions = {stage.name: self.load(stage) for stage in stages if stage.graph}
         self._closing.callback(self._sessions.clear)
 
-    def _load(self, stage: StageSpec) -> ort.InferenceSession:
+    def load(self, stage: StageSpec) -> ort.InferenceSession:
+        """A session of one graph on this GPU. Raises `BundleError`."""
         settings = ort.SessionOptions()
         settings.log_severity_level = 3
         # A stage that falls back to the CPU would wait for the device in the middle of a tick.

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from appliance.admission import Reason, admit, plan_memory_shed
@@ -15,6 +16,7 @@ from appliance.step_model import StepSamples
 from engines import cuda_executor
 from engines.bundle import Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
+from engines.cuda_prefill import CudaParking
 from engines.executor import NoRoom, OnDevice
 from engines.gpu import NotReady
 from engines.ort_executor import OrtExecutor
@@ -180,6 +182,33 @@ def test_a_session_for_which_there_is_no_memory_is_alone_in_its_trouble(
     executor.join(2, {})
     executor.step(3)
     assert int(executor.region("frames", 2)) == 1
+    executor.close()
+
+
+def test_a_prompt_for_which_there_is_no_memory_costs_nobody_else_a_frame(
+    bundle: Bundle, driver: FakeDriver
+) -> None:
+    executor = CudaExecutor(bundle, 4, CudaOptions(graphs=False))
+    executor.join(0, {})
+    executor.step(1)
+    parking = CudaParking(executor)
+    parking.clear(3)
+    executor.step(1)
+    while executor.state.range._stock:
+        driver.cuMemRelease(executor.state.range._stock.pop())
+    driver.foreign_bytes = driver.free_bytes
+    parking.write(3, "hear.ring", 0, np.ones((1, 400, toy.WIDTH), np.float32))  # its first page
+    with pytest.raises(NoRoom, match="no memory for a session in slot 1"):
+        parking.settle(3, 1, {}, {"frames": np.array(900)})
+    parking.leave(3)
+    parking.clear(3)
+    rows = np.ones((1, 900, toy.WIDTH), np.float32)
+    parking.write(3, "hear.ring", 0, rows)  # into what the one before gave back
+    with pytest.raises(NoRoom, match="no memory for a prompt in slot 2"):
+        parking.clear(2)
+    for _ in range(5):
+        executor.step(1)
+    assert int(executor.region("frames", 0)) == 7
     executor.close()
 
 

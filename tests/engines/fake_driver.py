@@ -341,5 +341,5 @@ def install(
     from tests.engines import fake_kernels  # it reads this file's memory
 
     monkeypatch.setattr(kernel_stages, "kinds", lambda: fake_kernels.KINDS)
-    monkeypatch.setattr(cuda_executor.CudaExecutor, "_load", load)
+    monkeypatch.setattr(cuda_executor.CudaExecutor, "load", load)
     return driver
