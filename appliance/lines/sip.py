@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from appliance import config as configs
 from appliance import control, log
-from appliance.clock import NS_PER_S, MonotonicClock
+from appliance.clock import NS_PER_S, Clock, MonotonicClock
 from appliance.config import EXIT_CONFIG, ConfigError
 from appliance.lines.boxes import Boxes
 from appliance.lines.limits import Bucket
@@ -43,6 +43,10 @@ CALM_S = 60
 
 HOOKS_PER_S, HOOKS_BURST, HOOKS_MOST = 50, 200, 16
 """How often a hook is started; how many may run at once. What is more is counted and left out."""
+
+
+SAID_PER_S, SAID_BURST = 1, 30
+"""Lines of the stack's own in the log."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +102,21 @@ def _print_records(path: Path, since: str) -> int:
         return _fail(f"[sip] records = {path}: {err}", 2)
     write_csv(rows, sys.stdout)
     return 0
+
+
+class Calm(logging.Filter):
+    """Lets what a stack says through at `SAID_PER_S`: no stranger can fill the disk with it."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.left_out = 0
+        self._clock = clock
+        self._bucket = Bucket(SAID_PER_S, SAID_BURST)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = self._bucket.take(1, self._clock.now_ns())
+        self.left_out += not said
+        return said
 
 
 class Supervisor:
@@ -166,6 +185,10 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, ve
     from appliance.lines.sip_server import SipServer
     from appliance.lines.sip_stack import StackError
 
+    calm = Calm(MonotonicClock())
+    if not verbose:
+        logging.getLogger("baresip").setLevel(logging.WARNING)  # it has a line for every call
+        logging.getLogger("baresip.native").addFilter(calm)
     stack = BaresipStack(config, verbose=verbose)
     health = Health(config.health, also=stack.show_room)
     try:
@@ -197,7 +220,12 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, ve
         return _fail(f"[sip] health = {config.health}: {err}", EXIT_CONFIG)
     finally:
         health.close()
-    logger.info("calls since the start: %s; datagrams dropped: %d", server.counts, stack.dropped())
+    logger.info(
+        "calls since the start: %s; datagrams dropped: %d; lines of the stack left out: %d",
+        server.counts,
+        stack.dropped(),
+        calm.left_out,
+    )
     return _fail(trouble, 1) if trouble else 0
 
 

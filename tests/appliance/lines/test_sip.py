@@ -4,6 +4,7 @@ The stack is the real one, in the real worker process. What needs more than a fe
 peers is in `test_sip_peers.py`, run by `make test-lines`.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,8 +19,11 @@ import pytest
 from numpy.typing import NDArray
 
 from appliance.admission import Reason
+from appliance.clock import NS_PER_S
 from appliance.frame_ring import Outcome
+from appliance.lines.sip import SAID_BURST, Calm
 from appliance.lines.sip_records import Row, read
+from tests.fakes import FakeClock
 from tests.fakes_line import FakeBox, Trouble
 from tests.sip_peer import RATE_HZ, Phone, Refused, free_port, now_s, sleep
 
@@ -181,6 +185,17 @@ def test_a_box_that_is_full_is_486_and_its_health_says_503(tmp_path: Path) -> No
         os.kill(running.process.pid, signal.SIGTERM)
         running.process.wait(20)
         assert [row.why.partition(":")[0] for row in running.rows()] == ["refused (memory)"]
+
+
+def test_a_stack_that_says_much_is_left_out_of_the_log_and_counted() -> None:
+    clock = FakeClock()
+    calm = Calm(clock)
+    record = logging.LogRecord("baresip.native", logging.WARNING, "", 0, "a scanner", None, None)
+    assert sum(calm.filter(record) for _ in range(1_000)) == SAID_BURST
+    clock.advance(NS_PER_S)
+    assert calm.filter(record)
+    assert not calm.filter(record)
+    assert calm.left_out == 1_000 - SAID_BURST + 1
 
 
 @pytest.mark.slow
