@@ -197,9 +197,10 @@ class Arena:
 
     def short_in_ticks(self) -> int | None:
         """Ticks until a session needs a page for which the device had no memory; None: it had."""
-        if not self.is_short or not self._due or self._due[0][0] >= UNHURRIED:
+        first = self._due[:1]  # whoever asks may not be the thread that changes it
+        if not self.is_short or not first or first[0][0] >= UNHURRIED:
             return None
-        return max(0, self._due[0][0] - self.tick)
+        return max(0, first[0][0] - self.tick)
 
     def seat(self, source: int, target: int, ticks: int) -> None:
         """The prompt parked in ``source`` is ``target``'s session, ``ticks`` ticks old."""
