@@ -207,8 +207,8 @@ def text(found: Certificate) -> list[str]:
         f"{found.model.name} ({found.model.parameters:,} parameters"
         f"{'' if found.model.trained else ', untrained'}, checkpoint "
         f"{found.model.checkpoint_sha256[:12]}) on {machine.cpu}, {machine.cores} cores, GPU "
-        f"{machine.gpu}, {machine.engine}; load {machine.load_before:.2f} before, "
-        f"{machine.load_after:.2f} after"
+        f"{machine.gpu}, driver {machine.driver}, {machine.engine}; load "
+        f"{machine.load_before:.2f} before, {machine.load_after:.2f} after"
     ]
     for one in found.trials:
         verdict = "held" if one.held else f"did not hold: {one.why_not}"
