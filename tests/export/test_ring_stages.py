@@ -27,6 +27,16 @@ SAMPLES = MICRO.mimi.samples_per_frame
 LAYERS = MICRO.lm.layers + 2 * MICRO.mimi.layers
 
 
+def _depth_weights(made: Bundle) -> dict[str, bytes]:
+    """By role, as its kernel reads them."""
+    (kernel,) = (s.kernel for s in made.manifest.stages if s.name == "depth")
+    assert kernel is not None
+    return {
+        role: made.file(weight.file).read_bytes()[weight.offset :][: weight.nbytes]
+        for role, weight in kernel.weights.items()
+    }
+
+
 def test_every_attention_is_a_stage_of_its_own_and_layers_alike_share_a_twin(
     micro_bundle: Bundle, ring_bundle: Bundle
 ) -> None:
@@ -42,11 +52,16 @@ def test_every_attention_is_a_stage_of_its_own_and_layers_alike_share_a_twin(
         "temporal_01_attention",
         "temporal_02",
     ]
-    weights = [
+    whole, cut = (
         {name: spec for name, spec in made.manifest.files.items() if "weights/" in name}
         for made in (micro_bundle, ring_bundle)
-    ]
-    assert weights[0] == weights[1] != {}
+    )
+    lm = "stages/weights/lm.bin"
+    assert {n: f for n, f in whole.items() if n != lm} == {n: f for n, f in cut.items() if n != lm}
+    # The kernels of its pieces read norms, which graphs have inline, and nothing else beside.
+    norms = (2 * MICRO.lm.layers + 1) * MICRO.lm.dimension * 4
+    assert cut[lm].bytes - whole[lm].bytes == norms
+    assert _depth_weights(micro_bundle) == _depth_weights(ring_bundle)
     in_place = {region.name for region in ring_bundle.manifest.regions if region.in_place}
     assert {tensor.name for stage in rings for tensor in stage.inputs[2:]} == in_place
     for stage in stages:
