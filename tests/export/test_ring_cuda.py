@@ -5,6 +5,7 @@ strides a GPU would be given; so a wire that leads elsewhere, a ring of another 
 that overlaps state is seen here. What the kernel computes is tested beside it, on a GPU.
 """
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ import numpy as np
 import pytest
 
 from bench import ring_tick
-from engines import bundle, cuda, kernel_stages, ring_launch
+from engines import bundle, cuda, gpu, kernel_stages, ring_launch, tensorrt_stages
 from engines.bundle import Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.executor import Executor
 from engines.kernels.ring_attention import CacheType
 from engines.ort_executor import OrtExecutor
 from engines.program import Buffer
+from engines.tensorrt_executor import TensorrtExecutor
 from export import build, tiny
 from export.source import from_modules
 from export.tiny import MICRO
-from tests.engines import fake_codec, fake_driver
+from tests.engines import fake_codec, fake_driver, fake_graphs, fake_tensorrt
 from tests.engines.fake_driver import FakeDriver
+from tests.engines.test_tensorrt_stages import write_plans
 from tests.export import test_kernel_golden
 from tests.export.calls import GREEDY, speech
 
@@ -138,6 +141,67 @@ def test_the_first_run_on_a_gpu_asks_every_attention_alone(
     executor.stage("temporal_00_attention", 1)()
     assert ring_tick.wire(executor, "temporal_00.attended") != before
     executor.close()
+
+
+def short_calls(executor: Executor) -> list[bytes]:
+    """Three sessions join and one moves, in fewer ticks than `calls`; every ring wraps."""
+    pcm = speech(7, 20, 3, SAMPLES).numpy()
+    heard, batch = [], 0
+    for tick in range(20):
+        if tick in (0, 1, 3):
+            executor.join(batch, GREEDY)
+            batch += 1
+        if tick == 17:
+            executor.move(2, 0)
+            batch = 2
+        executor.audio_in[:batch] = pcm[tick, :batch]
+        executor.step(batch)
+        heard.append(executor.text[:batch].tobytes() + executor.audio_out[:batch].tobytes())
+    return heard
+
+
+def test_plans_and_the_ring_stage_take_turns_in_one_graph_per_exact_batch(
+    wide: Bundle, driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(wide.path, tmp_path / "cut")
+    opened = bundle.read(tmp_path / "cut")
+    write_plans(opened)
+    graphless = CudaExecutor(opened, 3, CudaOptions(graphs=False, kernel_stages=False))
+    expected = short_calls(graphless)
+    graphless.close()
+    monkeypatch.setattr(gpu, "open_gpu", lambda _: fake_driver.FakeDevice(driver))
+    monkeypatch.setattr(tensorrt_stages, "load_module", lambda _: fake_tensorrt)
+    graphs = fake_graphs.install(monkeypatch)
+    executor = TensorrtExecutor(opened, 3)
+    kinds = {"": "plan", "gumbel_noise": "noise", "ring_attention": "ring"}
+    stages = [kinds[stage.builtin] for stage in opened.manifest.stages]
+    assert stages.count("ring") == CONFIG.lm.layers + 2 * CONFIG.mimi.layers
+    assert len(graphs) == 3
+    for batch, graph in enumerate(graphs, start=1):
+        ends = ["state", "copy_out", "copy_out", "copy_out"]
+        assert [work.kind for work in graph.work] == ["copy_in", *stages, *ends]
+        for work, step in zip(graph.work[1:], executor._program.steps[0], strict=False):
+            bound = (*step.inputs, *step.outputs)
+            where = {b.tensor.name: int(executor._address(b.buffer)) for b in bound}
+            if work.kind == "plan":
+                assert work.profile == batch - 1, step.stage.name
+                assert work.tensors == where, step.stage.name
+            if work.kind == "ring":
+                ends_of = (step.inputs[0].tensor.name, step.outputs[0].tensor.name)
+                assert [work.tensors["qkv"], work.tensors["attended"]] == [
+                    where[name] for name in ends_of
+                ]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("bound again after start-up")
+
+    monkeypatch.setattr(fake_tensorrt.IExecutionContext, "set_tensor_address", refuse)
+    monkeypatch.setattr(fake_tensorrt.ICudaEngine, "create_execution_context", refuse)
+    assert short_calls(executor) == expected
+    assert len(set(expected)) == len(expected)
+    assert [graph.replays for graph in graphs] == [1, 2 + 3, 14]
+    executor.close()
+    assert driver.held == {}
 
 
 def test_every_launch_is_told_what_the_layout_says(wide: Bundle, driver: FakeDriver) -> None:
