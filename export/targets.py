@@ -8,8 +8,9 @@ says how many sessions its memory holds and its bandwidth feeds.
                    for the kind of machine it runs on: an x86-64 build opens on no aarch64 box
     tensorrt       the rest: data-centre parts and Jetson; times kernels, so builds on its target
 
-Memory and bandwidth are the makers' published figures (data sheets of each product): GB/s, and
-memory as it is sold, within two percent of the GiB that the driver shows before error correction.
+Memory and bandwidth are the maker's published figures (`SOURCES`): GB/s, and memory as it is sold,
+within two percent of the GiB that the driver shows before error correction; boxes that share their
+memory with the processor (orin, thor, gb10) show less.
 Not here: building (`tensorrt_build`), measuring.
 """
 
@@ -92,6 +93,37 @@ TARGETS = (
     Target("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell", "12.0", 96, 1792),
     Target("gb10", "NVIDIA GB10 (DGX Spark)", "12.1", 128, 273, ARM),
 )
+
+CAPABILITY_SOURCE = "https://developer.nvidia.com/cuda-gpus"
+"""Compared on 2026-11-30 from 8.6 up, Thor as its module T5000; 8.0 and 7.5 in copies of it."""
+
+SOURCES = {
+    "t4": "NVIDIA T4 product brief: 16 GB, 256 bit, up to 320 GB/s",
+    "rtx-2080-ti": "huggingface.co/datasets/Fdddhhhill/Advanced_AI_GPU_Benchmark_Dataset.csv",
+    "a100": "NVIDIA A100 data sheet (SXM; the PCIe card has 1935), by glennklockwood.com/garden",
+    "a30": "",
+    "a10": "huggingface.co/RajBhope/gpu-runtime-predictor (A10G)",
+    "a40": "NVIDIA A40 data sheet, by ecer.com: 48 GB, 696 GB/s",
+    "rtx-3090": "notebookcheck.com 495085: 936 GB/s",
+    "rtx-a6000": "NVIDIA RTX A6000 data sheet, by servethehome.com: 48 GB, 384 bit, 768 GB/s",
+    "orin": "",
+    "l4": "store.sourcecode.com: 24 GB, 192 bit, 300 GB/s",
+    "l40s": "store.sourcecode.com: 48 GB, 384 bit, 864 GB/s",
+    "rtx-4080": "tweaktown.com 102205: 256 bit, 716 GB/s; 16 GB",
+    "rtx-4090": "sipoch.com 300330022705642: 24 GB, 384 bit, 1008 GB/s",
+    "rtx-6000-ada": "grafikkarten.com: 48 GB, 384 bit, 960 GB/s",
+    "h100": "github.com/scaleway/docs-content/pull/5834: SXM, 3.35 TB/s (PCIe 2)",
+    "h200": "NVIDIA's submission to MLPerf inference 4.1: 141 GB",
+    "b200": "docs.nvidia.com/nim: 180 GB; github.com/pytorch/ao/pull/4002: 7.67 TB/s by the driver",
+    "thor": "huggingface.co/hardware/jetson-t5000: 128 GB",
+    "rtx-5080": "tweaktown.com 102205: 16 GB, 256 bit, 960 GB/s",
+    "rtx-5090": "sipoch.com 300330022705642: 32 GB, 512 bit, 1792 GB/s",
+    "rtx-pro-6000": "videocardz by gpu.name: 96 GB, 512 bit, 1792 GB/s (workstation edition)",
+    "gb10": "NVIDIA DGX Spark hardware guide, by ai-infrastructure.net: 128 GB, 273 GB/s",
+}
+"""Where the memory and bandwidth of each row were compared on 2026-11-30. Empty: no page was found
+that states them; so too the bandwidth of h200 and thor. 3072 bit at 2.43 Gbit/s (a30), 256 at 6.4
+(orin) and 256 at 8.533 (thor) give what the table says."""
 
 
 def resolve(text: str) -> Target:
