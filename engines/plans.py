@@ -334,6 +334,16 @@ def _bundle_refusals(manifest: Manifest, plans: Plans, where: str, build: str) -
                     f"{where}: the plan of stage {stage.name} holds weights of another {name}. "
                     f"Build it again: {build}"
                 )
+        for weight in plan.weights:
+            file = manifest.files.get(weight.file)
+            end = weight.offset_bytes + weight.bytes
+            if file is None or not 0 <= weight.offset_bytes <= end <= file.bytes:
+                yield (
+                    f"{where}: the plan of stage {stage.name} takes {weight.name} from bytes "
+                    f"{weight.offset_bytes} to {end} of {weight.file}, which "
+                    + (f"has {file.bytes}" if file else "the bundle does not have")
+                    + f". Build it again: {build}"
+                )
         if (plan.inputs, plan.outputs) != (stage.inputs, stage.outputs):
             yield (
                 f"{where}: inputs or outputs of stage {stage.name} are not the bundle's. "

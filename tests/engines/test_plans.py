@@ -10,7 +10,7 @@ import pytest
 
 from engines import bundle, plans
 from engines.bundle import Bundle
-from engines.plans import Machine, Plan, Plans, PlansError, Profile
+from engines.plans import Machine, Plan, Plans, PlansError, Profile, WeightInput
 from tests.engines.plan_samples import VERSION, plans_of, write
 
 DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
@@ -142,6 +142,30 @@ def test_plans_of_another_graph_or_other_weights_are_refused(demo: Bundle, recor
     other = msgspec.structs.replace(recorded, checkpoint_sha256="2" * 64)
     (sentence,) = plans.refusals(demo, other, BOX)
     assert "were built from checkpoint 222222222222…" in sentence
+
+
+@pytest.mark.parametrize(
+    ("file", "offset", "nbytes", "words"),
+    [
+        (
+            "stages/weights/lm.bin",
+            0,
+            1 << 40,
+            "to 1099511627776 of stages/weights/lm.bin, which has",
+        ),
+        ("stages/weights/lm.bin", -16, 16, "from bytes -16 to 0 of"),
+        ("stages/weights/old.bin", 0, 16, "old.bin, which the bundle does not have"),
+    ],
+)
+def test_weights_a_bundle_does_not_hold_are_refused(
+    demo: Bundle, recorded: Plans, file: str, offset: int, nbytes: int, words: str
+) -> None:
+    """They would be copied to the device from wherever that leads."""
+    weight = WeightInput("w", "float32", (4,), file, offset, nbytes)
+    (sentence,) = plans.refusals(demo, with_plan(recorded, 1, weights=(weight,)), BOX)
+    assert "the plan of stage temporal takes w from" in sentence
+    assert words in sentence
+    assert sentence.endswith(f"duplexbox export build {demo.path} --target sm_89")
 
 
 def test_plans_with_other_tensors_are_refused(demo: Bundle, recorded: Plans) -> None:
