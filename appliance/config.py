@@ -33,8 +33,9 @@ class EngineConfig(_Table, frozen=True):
     bundle: Path
     slots: Annotated[int, Meta(ge=0)] = 0
     """Sessions at once; 0: the bundle's largest batch, or what of it fits into the GPU's memory."""
-    executor: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU if ONNX Runtime was built for one and the bundle fits; the log says which."""
+    executor: Literal["auto", "cpu", "cuda", "tensorrt"] = "auto"
+    """auto: the GPU if ONNX Runtime was built for one and the bundle fits; the log says which.
+    tensorrt: the GPU by the bundle's plans for it; never chosen by itself."""
     gpu: Annotated[int, Meta(ge=0)] = 0
     """Which one, as nvidia-smi counts them. One box per GPU."""
     kernels: Path = Path("/var/lib/duplexbox/kernels")
@@ -188,7 +189,7 @@ DEFAULT = """\
 [engine]
 bundle = "/var/lib/duplexbox/bundle"   # the folder that duplexbox export build wrote
 slots = 0                              # sessions at once; 0: the bundle's largest batch that fits
-executor = "auto"                      # "cpu", "cuda" (an NVIDIA GPU), or what there is
+executor = "auto"                      # "cpu", "cuda" or "tensorrt" (an NVIDIA GPU), "auto"
 gpu = 0                                # which one, as nvidia-smi counts; one box per GPU
 kernels = "/var/lib/duplexbox/kernels" # compiled for this machine's GPU at the first start
 

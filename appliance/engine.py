@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.config import EngineConfig
-from engines.bundle import Bundle
+from engines.bundle import Bundle, BundleError
 from engines.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -73,23 +73,31 @@ def _open_gpu(bundle: Bundle, config: EngineConfig, slots: int) -> Engine | None
 def _cuda(bundle: Bundle, config: EngineConfig, slots: int) -> Engine:
     from engines.cuda_executor import CudaExecutor, CudaOptions
     from engines.gpu import DoesNotFit
+    from engines.plans import PlansError
 
+    kind = CudaExecutor
+    if config.executor == "tensorrt":
+        from engines.tensorrt_executor import TensorrtExecutor
+
+        kind = TensorrtExecutor
     options = CudaOptions(ordinal=config.gpu, kernels=config.kernels)
     wanted = slots or bundle.manifest.largest_batch
     try:
-        executor = CudaExecutor(bundle, wanted, options)
+        executor = kind(bundle, wanted, options)
     except DoesNotFit as err:
         if slots or not err.most:
             raise
         logger.info("engine: %d slots, because: %s", err.most, err)
-        executor = CudaExecutor(bundle, err.most, options)
+        executor = kind(bundle, err.most, options)
+    except PlansError as err:
+        raise BundleError(str(err)) from None
     use = executor.memory()
     logger.info(
         "engine: %s on %s, gpu=%d slots=%d used_mb=%d of_mb=%d full_mb=%d",
         *(executor.runs_on, executor.gpu, config.gpu, executor.slots),
         *(use.device_used >> 20, use.device_total >> 20, (use.weights + use.full) >> 20),
     )
-    name = f"{executor.runs_on} {_version()}"
+    name = executor.runs_on if kind is not CudaExecutor else f"{executor.runs_on} {_version()}"
     return Engine(executor, name, use.for_sessions, executor.gpu, driver_version())
 
 

@@ -3,7 +3,7 @@
 Everything about sessions is inherited: rings and pages, joining and moving, one captured graph per
 exact batch with the built-in stages between the engines. Only what a stage is differs: a plan that
 was built for this very GPU (`tensorrt_stages`) instead of a graph that any GPU runs. Neither torch,
-onnx nor a builder is needed, and of TensorRT the run-time alone.
+onnx nor a builder is needed, and of TensorRT the run-time alone. Prompts are still fed by graphs.
 
 Has never run on a GPU: TensorRT-RTX supports none that was available. Its logic is tested on a
 fake driver and a fake run-time.
@@ -11,12 +11,18 @@ fake driver and a fake run-time.
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import onnxruntime as ort
 
 from engines import cuda, gpu, machine, tensorrt_stages
-from engines.cuda_executor import CudaExecutor
+from engines.cuda_executor import PROVIDER, CudaExecutor
 from engines.executor import MemoryUse
 from engines.program import Step
 from engines.tensorrt_stages import TensorrtStages
+
+if TYPE_CHECKING:
+    from engines.cuda_prefill import CudaPrimer
 
 
 class TensorrtExecutor(CudaExecutor):
@@ -44,6 +50,19 @@ class TensorrtExecutor(CudaExecutor):
 
     def _bind_graph(self, step: Step, batch: int) -> Callable[[], None]:
         return self._stages.bind(step, batch, self._address)
+
+    def primer(self) -> "CudaPrimer":
+        """See `CudaExecutor.primer`: a prompt's graphs run in ONNX Runtime, not as plans."""
+        if (
+            self.bundle.manifest.prompt is not None
+            and PROVIDER not in ort.get_available_providers()
+        ):
+            raise gpu.NotReady(
+                f"prompts of {self.bundle.path} are fed by ONNX Runtime, and onnxruntime "
+                f"{ort.__version__} has no {PROVIDER}. Install the GPU build beside TensorRT: "
+                f"pip uninstall onnxruntime && pip install 'duplexbox[cuda]'"
+            )
+        return super().primer()
 
     def memory(self) -> MemoryUse:
         """See `CudaExecutor.memory`; scratch of the engines counts with what is always there."""

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ import pytest
 import tensorrt_lean
 import tensorrt_rtx
 
+from appliance.config import EngineConfig
+from appliance.engine import open_engine
 from engines import bundle, cuda_executor, gpu, plans, tensorrt_stages
 from engines.bundle import NEXT, Bundle
 from engines.cuda_executor import CudaOptions
@@ -348,6 +350,34 @@ def test_an_enqueue_that_fails_is_an_error_with_the_run_times_words(
     with pytest.raises(PlanFailed, match=r"stage hear failed at batch 1: enqueueV3: .* needed"):
         executor.step(1)
     executor.close()
+
+
+def test_prompts_need_onnx_runtimes_gpu_build_beside_the_plans(
+    opened: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plans(opened)
+    executor = TensorrtExecutor(opened, 1, EAGER)
+    with monkeypatch.context() as context:
+        manifest = SimpleNamespace(prompt="of a persona")
+        context.setattr(executor, "bundle", SimpleNamespace(path=opened.path, manifest=manifest))
+        with pytest.raises(gpu.NotReady, match=r"prompts of .* are fed by ONNX Runtime.*pip"):
+            executor.primer()
+    executor.close()
+
+
+def test_a_box_that_is_told_to_serves_by_plans_or_says_why_not(
+    opened: Bundle, driver: FakeDriver
+) -> None:
+    config = EngineConfig(opened.path, slots=1, executor="tensorrt", kernels=opened.path)
+    with pytest.raises(bundle.BundleError, match=r"has no plans for Fake GPU .*--target sm_90"):
+        open_engine(opened, config)
+    write_plans(opened)
+    with pytest.MonkeyPatch.context() as context:  # the fake driver captures nothing
+        context.setattr(TensorrtExecutor, "_prepare", lambda *_: None)
+        engine = open_engine(opened, config)
+    assert isinstance(engine.executor, TensorrtExecutor)
+    assert engine.name == f"{fake_tensorrt.__name__} {fake_tensorrt.__version__}"
+    engine.executor.close()
 
 
 def test_a_machine_without_a_gpu_is_told_so(opened: Bundle) -> None:
