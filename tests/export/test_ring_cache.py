@@ -35,7 +35,7 @@ CONFIG = replace(
     PERSONA_MICRO,
     name="personaplex-nano",
     mimi=replace(PERSONA_MICRO.mimi, layers=1),
-    lm=replace(PERSONA_MICRO.lm, context=24),
+    lm=replace(PERSONA_MICRO.lm, context=24, depth_layers=1),
 )
 SAMPLES = CONFIG.mimi.samples_per_frame
 ROWS = 20

@@ -112,7 +112,7 @@ def steps(draw_from: st.DrawFn) -> tuple[tuple[int, int, int, int], dict[str, Ar
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8e4m3"])
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(case=steps())
 def test_a_twin_stores_the_reference_s_codes_and_attends_to_them(
     dtype: Dtype, case: tuple[tuple[int, int, int, int], dict[str, Array]]
