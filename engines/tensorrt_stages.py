@@ -151,8 +151,8 @@ class TensorrtStages:
         if capturable is not None and not capturable(handle):
             raise PlanFailed(
                 f"stage {name} at batch {batch} cannot be captured into a CUDA graph, says "
-                f"{self._trt.__name__}{self._log.tail()}. Run without graphs to see it work: "
-                f"duplexbox engines bench BUNDLE --eager"
+                f"{self._trt.__name__}{self._log.tail()}. Run it without plans: "
+                f'--executor cuda, or [engine] executor = "cuda"'
             )
 
         def enqueue() -> None:

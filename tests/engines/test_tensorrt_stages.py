@@ -326,7 +326,9 @@ def test_a_context_that_cannot_be_captured_is_named_with_its_batch(
     write_plans(opened)
     never = lambda *_: False  # noqa: E731
     monkeypatch.setattr(fake_tensorrt.IExecutionContext, "is_stream_capturable", never)
-    assert "stage hear at batch 1 cannot be captured into a CUDA graph" in refused(opened)
+    said = refused(opened)
+    assert "stage hear at batch 1 cannot be captured into a CUDA graph" in said
+    assert said.endswith('Run it without plans: --executor cuda, or [engine] executor = "cuda"')
 
 
 @pytest.mark.parametrize(
