@@ -59,3 +59,10 @@ def ring_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The same model as `micro_bundle`, cut at attention."""
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     return shared(tmp_path_factory, "ring", "micro", attention="ring")
+
+
+@pytest.fixture(scope="session")
+def persona_ring_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same model as `persona_bundle`, cut at attention."""
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+    return shared(tmp_path_factory, "persona-ring", "personaplex-micro", attention="ring")
