@@ -9,6 +9,7 @@ from appliance import cli, control, ledger
 from appliance.admission import Reason
 from appliance.control import ControlClient
 from appliance.ledger import Flag
+from appliance.session import SessionId, State
 from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
 
 __all__ = ["socket_path"]
@@ -24,6 +25,14 @@ def running(tmp_path: Path, socket_path: Path) -> Iterator[Running]:
     assert running.error is None
 
 
+def settle_live(running: Running, line: Line, frames: int) -> None:
+    """Say and take ``frames`` frames, and wait until the box too knows that the call is live."""
+    line.speak(frames)
+    line.settle(frames)
+    call = running.box.switchboard._calls[SessionId(line.admitted.session)]
+    running.wait_for(lambda: call.session.state is State.LIVE)
+
+
 def ask(running: Running, session: int) -> control.FromBox | None:
     client = ControlClient.connect(running.config.control.socket)
     client.send(control.Reset(7, session))
@@ -37,8 +46,7 @@ def test_the_verb_resets_one_call_and_its_line_is_told(
 ) -> None:
     mine, other = Line(running, "mine"), Line(running, "other")
     for line in (mine, other):
-        line.speak(2)
-        line.settle(2)
+        settle_live(running, line, 2)
     socket = str(running.config.control.socket)
     assert cli.main(["reset", str(mine.admitted.session), "--socket", socket]) == 0
     said = mine.next()
@@ -62,8 +70,7 @@ def test_the_verb_resets_one_call_and_its_line_is_told(
 
 def test_a_line_may_ask_for_its_own_call_and_is_answered_once(running: Running) -> None:
     line = Line(running)
-    line.speak(1)
-    line.settle(1)
+    settle_live(running, line, 1)
     line.client.send(control.Reset(5, line.admitted.session))
     said = line.next()
     assert isinstance(said, control.WasReset)
@@ -89,8 +96,7 @@ def test_only_a_live_call_can_be_reset(
 
 def test_whoever_asks_and_vanishes_costs_nothing(running: Running) -> None:
     line = Line(running)
-    line.speak(1)
-    line.settle(1)
+    settle_live(running, line, 1)
     client = ControlClient.connect(running.config.control.socket)
     client.send(control.Reset(7, line.admitted.session))
     client.close()

@@ -240,10 +240,12 @@ def test_a_worker_that_dies_is_back_within_two_seconds_and_its_calls_are_known_t
                 try:
                     phone.sequence = 1
                     phone.send(phone.request("OPTIONS"))
-                    assert phone.answer("OPTIONS", timeout_s=0.1)[0] == 200
-                    break
+                    # Between its socket and its accounts the stack knows nobody: 404, or silence.
+                    if phone.answer("OPTIONS", timeout_s=0.1)[0] == 200:
+                        break
                 except (TimeoutError, ConnectionRefusedError):
-                    assert now_s() < until
+                    pass
+                assert now_s() < until
         back_s = now_s() - died
         running.wait("1 calls were on")
         assert box.sessions[0].gone == "lost"
