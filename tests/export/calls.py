@@ -4,9 +4,13 @@ The torch twin of `OrtExecutor`, as slow and plain as a reference should be: a s
 dictionary of tensors, and a tick stacks those that are live.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engines.bundle import Bundle
+from engines.ort_executor import OrtExecutor
 from export import tiny
 from export.models.config import ModelConfig
 from export.models.streaming import State, fresh_state
@@ -68,3 +72,32 @@ def speech(seed: int, ticks: int, sessions: int, samples: int) -> Tensor:
     colour = torch.rand(ticks, sessions, 1, generator=generator)
     loudness = 0.3 * torch.rand(ticks, sessions, 1, generator=generator) ** 2
     return loudness * (colour * noise + (1 - colour) * noise.cumsum(-1) / 30)
+
+
+def heard_among(bundle: Bundle, pcm: NDArray[np.float32], neighbours: bool) -> list[bytes]:
+    """What one call hears of every tick, alone or while others join and leave around it.
+
+    pcm: (ticks, 3, samples) float32; the call says ``pcm[:, 0]``.
+    """
+    executor = OrtExecutor(bundle, 3)
+    slot = 1 if neighbours else 0
+    batch, heard = slot + 1, []
+    executor.join(0, {"sampling.seed": 5, "sampling.temperature": 2.0})
+    executor.join(slot, {"sampling.seed": 4})
+    for tick in range(len(pcm)):
+        if neighbours and tick == 20:
+            executor.join(2, GREEDY)
+            batch = 3
+        if neighbours and tick == 28:  # the newest leaves: nobody is moved
+            batch = 2
+        if neighbours and tick == 33:  # the first leaves, and ours takes its slot
+            executor.move(1, 0)
+            slot, batch = 0, 1
+        if neighbours and tick == 41:  # somebody else takes the slot that ours was in
+            executor.join(1, {"sampling.seed": 6})
+            batch = 2
+        executor.audio_in[:batch] = pcm[tick, :batch]
+        executor.audio_in[slot] = pcm[tick, 0]
+        executor.step(batch)
+        heard.append(executor.audio_out[slot].tobytes() + executor.text[slot].tobytes())
+    return heard

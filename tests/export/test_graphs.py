@@ -20,7 +20,7 @@ from export import build
 from export.journal import FolderTaken
 from export.source import from_seed
 from export.tiny import MICRO
-from tests.export.calls import GREEDY, SEED, TorchCalls, speech
+from tests.export.calls import GREEDY, SEED, TorchCalls, heard_among, speech
 
 pytestmark = pytest.mark.torch
 
@@ -152,33 +152,8 @@ def test_onnx_runtime_equals_torch_for_sessions_of_different_ages(
 
 def test_who_joins_and_leaves_changes_no_bit_of_the_others(micro_bundle: Bundle) -> None:
     pcm = speech(6, 60, 3, SAMPLES).numpy()
-
-    def listen(neighbours: bool) -> list[bytes]:
-        executor = OrtExecutor(micro_bundle, 3)
-        slot = 1 if neighbours else 0
-        batch, heard = slot + 1, []
-        executor.join(0, {"sampling.seed": 5, "sampling.temperature": 2.0})
-        executor.join(slot, {"sampling.seed": 4})
-        for tick in range(60):
-            if neighbours and tick == 20:
-                executor.join(2, GREEDY)
-                batch = 3
-            if neighbours and tick == 28:  # the newest leaves: nobody is moved
-                batch = 2
-            if neighbours and tick == 33:  # the first leaves, and ours takes its slot
-                executor.move(1, 0)
-                slot, batch = 0, 1
-            if neighbours and tick == 41:  # somebody else takes the slot that ours was in
-                executor.join(1, {"sampling.seed": 6})
-                batch = 2
-            executor.audio_in[:batch] = pcm[tick, :batch]
-            executor.audio_in[slot] = pcm[tick, 0]
-            executor.step(batch)
-            heard.append(executor.audio_out[slot].tobytes() + executor.text[slot].tobytes())
-        return heard
-
-    alone = listen(neighbours=False)
-    assert listen(neighbours=True) == alone
+    alone = heard_among(micro_bundle, pcm, neighbours=False)
+    assert heard_among(micro_bundle, pcm, neighbours=True) == alone
     assert len(set(alone)) == len(alone)
 
 

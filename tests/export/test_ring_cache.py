@@ -25,7 +25,7 @@ from export.models.tokens import OFFSET, TOKENS
 from export.source import Source, from_modules
 from export.stages import USER_CODES, StageGraph, all_regions, graphs_of
 from export.tiny import PERSONA_MICRO
-from tests.export.calls import GREEDY, SEED, speech
+from tests.export.calls import GREEDY, SEED, heard_among, speech
 from tests.export.persona import frames_of
 from tests.export.test_prompt_graphs import feed
 
@@ -123,28 +123,8 @@ def coded_graphs(made: Bundle, config: ModelConfig = CONFIG) -> tuple[StageGraph
 
 def test_who_joins_and_leaves_changes_no_bit_of_the_others(coded: Bundle) -> None:
     pcm = speech(6, 40, 3, SAMPLES).numpy()
-
-    def listen(neighbours: bool) -> list[bytes]:
-        executor = OrtExecutor(coded, 3)
-        slot = 1 if neighbours else 0
-        batch, heard = slot + 1, []
-        executor.join(0, {"sampling.seed": 5, "sampling.temperature": 2.0})
-        executor.join(slot, {"sampling.seed": 4})
-        for tick in range(len(pcm)):
-            if neighbours and tick == 15:
-                executor.join(2, GREEDY)
-                batch = 3
-            if neighbours and tick == 33:  # the first leaves, and ours takes its slot
-                executor.move(1, 0)
-                slot, batch = 0, 1
-            executor.audio_in[:batch] = pcm[tick, :batch]
-            executor.audio_in[slot] = pcm[tick, 0]
-            executor.step(batch)
-            heard.append(executor.audio_out[slot].tobytes() + executor.text[slot].tobytes())
-        return heard
-
-    alone = listen(neighbours=False)
-    assert listen(neighbours=True) == alone
+    alone = heard_among(coded, pcm, neighbours=False)
+    assert heard_among(coded, pcm, neighbours=True) == alone
     assert len(set(alone)) == len(alone)
 
 

@@ -17,7 +17,7 @@ from export import build, verify
 from export.ring_stages import CannotCut
 from export.source import from_seed
 from export.tiny import MICRO
-from tests.export.calls import GREEDY, SEED, speech
+from tests.export.calls import GREEDY, SEED, heard_among, speech
 
 pytestmark = pytest.mark.torch
 
@@ -100,30 +100,8 @@ def test_a_cut_model_says_what_the_whole_one_says_through_many_wraps(
 
 def test_who_joins_and_leaves_changes_no_bit_of_the_others(ring_bundle: Bundle) -> None:
     pcm = speech(6, 50, 3, SAMPLES).numpy()
-
-    def listen(neighbours: bool) -> list[bytes]:
-        executor = OrtExecutor(ring_bundle, 3)
-        slot = 1 if neighbours else 0
-        batch, heard = slot + 1, []
-        executor.join(0, {"sampling.seed": 5, "sampling.temperature": 2.0})
-        executor.join(slot, {"sampling.seed": 4})
-        for tick in range(len(pcm)):
-            if neighbours and tick == 15:
-                executor.join(2, GREEDY)
-                batch = 3
-            if neighbours and tick == 25:
-                batch = 2
-            if neighbours and tick == 33:  # the first leaves, and ours takes its slot
-                executor.move(1, 0)
-                slot, batch = 0, 1
-            executor.audio_in[:batch] = pcm[tick, :batch]
-            executor.audio_in[slot] = pcm[tick, 0]
-            executor.step(batch)
-            heard.append(executor.audio_out[slot].tobytes() + executor.text[slot].tobytes())
-        return heard
-
-    alone = listen(neighbours=False)
-    assert listen(neighbours=True) == alone
+    alone = heard_among(ring_bundle, pcm, neighbours=False)
+    assert heard_among(ring_bundle, pcm, neighbours=True) == alone
     assert len(set(alone)) == len(alone)
 
 
