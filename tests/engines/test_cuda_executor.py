@@ -1,7 +1,6 @@
 """The CUDA executor against the CPU's: on a fake driver everywhere, on a GPU where there is one."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +12,10 @@ from engines.executor import Executor, SettingError
 from engines.gpu import NotReady
 from engines.ort_executor import OrtExecutor
 from tests.engines import fake_driver, toy
+from tests.engines.conftest import PAGED_ROWS
 from tests.engines.fake_driver import FakeDevice, FakeDriver
 
 EAGER = CudaOptions(graphs=False)
-ROWS = 1024
-"""Rows of the toy's ring here: 8 KiB a slot, two pages of the fake driver."""
-
-
-@pytest.fixture(scope="module")
-def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
-    """The toy with a ring that needs several pages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toy, "RETAIN", ROWS)
-        text = toy.HEAR.replace(",5,2]", f",{ROWS},2]").replace("{5}", f"{{{ROWS}}}")
-        patch.setattr(toy, "HEAR", text)
-        yield toy.write_toy(tmp_path_factory.mktemp("bundle") / "toy")
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    return fake_driver.install(monkeypatch)
 
 
 def run_calls(executor: Executor, ticks: int) -> list[bytes]:
@@ -117,10 +100,10 @@ def test_memory_is_reported_and_follows_the_calls(toy_bundle: Bundle, driver: Fa
     for _ in range(3):
         executor.step(1)
     young = executor.memory()
-    assert young.reserved == 4 * ROWS * 8
+    assert young.reserved == 4 * PAGED_ROWS * 8
     counts = executor.arena.counts
     assert counts.mapped - counts.unmapped == 2  # its own first page, and the next joiner's
-    for _ in range(ROWS):
+    for _ in range(PAGED_ROWS):
         executor.step(1)
     assert counts.mapped - counts.unmapped == 3
     old = executor.memory()

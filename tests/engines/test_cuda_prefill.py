@@ -1,7 +1,5 @@
 """Sessions taken out of a GPU's slots and put back: on a fake driver, against the CPU's."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -13,26 +11,10 @@ from engines.executor import Executor, SettingError
 from engines.ort_executor import OrtExecutor
 from engines.ort_prefill import OrtParking
 from engines.snapshot import Age
-from tests.engines import fake_driver, toy
+from tests.engines import toy
 from tests.engines.fake_driver import FakeDriver
 
 EAGER = CudaOptions(graphs=False)
-ROWS = 1024
-"""Rows of the toy's ring here: 8 KiB a slot, two pages of the fake driver."""
-
-
-@pytest.fixture(scope="module")
-def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toy, "RETAIN", ROWS)
-        text = toy.HEAR.replace(",5,2]", f",{ROWS},2]").replace("{5}", f"{{{ROWS}}}")
-        patch.setattr(toy, "HEAR", text)
-        yield toy.write_toy(tmp_path_factory.mktemp("bundle") / "toy")
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    return fake_driver.install(monkeypatch)
 
 
 def hear(executor: Executor, batch: int, tick: int) -> None:
