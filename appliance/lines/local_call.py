@@ -231,6 +231,7 @@ class LocalCall:
 
     def _ask(self, now_ns: int) -> None:
         if self._hanging_up:
+            self._withdraw()
             self.end(now_ns, "hung up before the box answered")
         elif not self._asked:
             self._asked = True
@@ -239,7 +240,13 @@ class LocalCall:
                 control.Join(1, "local", wish.caller, wish.settings, wish.voice, wish.persona)
             )
         elif now_ns >= self._until_ns:
+            self._withdraw()
             self.end(now_ns, "the box did not answer; its log says why")
+
+    def _withdraw(self) -> None:
+        """The slot is somebody else's at once, not when the box sees this process end."""
+        if self._asked:
+            self._to_box.append(control.Withdraw(1))
 
     # --- in
 

@@ -433,7 +433,7 @@ class PhoneCall:
         elif self.state is State.JOINING and not self._asked:
             self._over(now_ns)
         elif self.state is State.JOINING:
-            # Nothing can be said before the box has answered: it does not know a session yet.
+            self._to_box.append(control.Withdraw(self.number))
             self.state = State.LEAVING
             self._until_ns = max(self._until_ns, now_ns + SETTLE_NS)
 

@@ -305,8 +305,16 @@ def test_a_refusal_and_a_silent_box_end_the_call_with_a_sentence() -> None:
     assert "no room for one more" in call.trouble
     call = LocalCall(Wish("x"), WELCOME, [], 0)
     call.advance(0)
-    call.advance(11 * NS_PER_S)
+    assert call.advance(11 * NS_PER_S) == [control.Withdraw(1)]
     assert "did not answer" in call.trouble
+
+
+def test_hanging_up_while_a_persona_is_fed_gives_the_slot_back_at_once() -> None:
+    call = LocalCall(Wish("x", persona="You are Ann."), WELCOME, [], 0)
+    call.advance(0)
+    call.hang_up()
+    assert call.advance(1) == [control.Withdraw(1)]
+    assert call.is_over
 
 
 def test_a_channel_that_is_not_there_is_left() -> None:

@@ -272,12 +272,22 @@ def test_a_caller_who_hangs_up_while_it_rings_leaves_no_session_behind(rig: Rig)
     rig.turn()
     rig.bye()
     assert rig.call.state is State.LEAVING
+    assert rig.said[-1] == control.Withdraw(1)  # a box that feeds its persona may stop
     rig.call.admitted(control.Admitted(1, 1, 7, rig.channel.name, 16, 64, 256), rig.now_ns, T0_NS)
     rig.turn()
     assert rig.said[-1] == control.Leave(1, "hung up")
     assert Want(Verb.ANSWER) not in rig.wants
     rig.call.gone(control.Gone(1, "left"), rig.now_ns)
     assert rig.call.is_done
+
+
+def test_a_caller_taken_back_in_time_is_refused_by_the_box_and_over(rig: Rig) -> None:
+    rig.turn()
+    rig.bye()
+    rig.call.refused(control.Refused(1, Reason.FAULT, "its line took it back"), rig.now_ns)
+    assert rig.call.is_done
+    assert rig.call.why == "bye"
+    assert rig.said[1:] == [control.Withdraw(1)]
 
 
 def test_a_box_that_never_answers_is_waited_for_10_s(rig: Rig) -> None:
