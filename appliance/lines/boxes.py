@@ -7,10 +7,10 @@ one if that has been filled meanwhile. It does not know what a call does (`call`
 """
 
 import select
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from appliance import control
 from appliance.admission import Reason
@@ -37,9 +37,26 @@ class News:
 
     call: int
     """Its number, the `request` of its Join."""
-    message: control.Admitted | control.Refused | control.Gone | control.WasReset | Lost
+    message: (
+        control.Admitted
+        | control.Refused
+        | control.Gone
+        | control.WasReset
+        | control.Transfer
+        | Lost
+    )
     t0_ns: int
     """Origin of the grid of the box it came from."""
+
+
+class Caller(Protocol):
+    """A call, as far as its box has something to say to it."""
+
+    def admitted(self, message: control.Admitted, now_ns: int, t0_ns: int) -> None: ...
+    def refused(self, message: control.Refused, now_ns: int) -> None: ...
+    def gone(self, message: control.Gone, now_ns: int) -> None: ...
+    def lost(self, why: str, now_ns: int) -> None: ...
+    def advance(self, now_ns: int) -> list[control.ToBox]: ...
 
 
 @dataclass(slots=True)
@@ -143,6 +160,19 @@ class Boxes:
         news, self._news = self._news, []
         return news
 
+    def deal(self, calls: Mapping[int, Caller]) -> list[News]:
+        """One turn of ``calls``, by number: each hears its news, then does what is due.
+
+        Waits for nothing. Returns what they heard; raises what `receive` does.
+        """
+        heard = [news for news in self.receive(0.0) if news.call in calls]
+        for news in heard:
+            _deliver(news, calls[news.call], self._clock.now_ns())
+        for number, call in calls.items():
+            for message in call.advance(self._clock.now_ns()):
+                self.send(number, message)
+        return heard
+
     def close(self) -> None:
         for client in self._clients.values():
             client.close()
@@ -213,7 +243,7 @@ class Boxes:
                 self._placing.pop(message.request, None)
                 del self._at[message.request]  # a line that serves for months is refused often
                 self._news.append(News(message.request, message, t0_ns))
-            case control.WasReset():
+            case control.WasReset() | control.Transfer():
                 for call, session in self._session.items():
                     if session == message.session and self._at[call] == box:
                         self._news.append(News(call, message, t0_ns))
@@ -250,3 +280,15 @@ class Boxes:
                     self._decide(placing)
             elif self._at.get(placing.join.request) == box:
                 self._ask_next(placing)
+
+
+def _deliver(news: News, call: Caller, now_ns: int) -> None:
+    match news.message:
+        case control.Admitted() as message:
+            call.admitted(message, now_ns, news.t0_ns)
+        case control.Refused() as message:
+            call.refused(message, now_ns)
+        case control.Gone() as message:
+            call.gone(message, now_ns)
+        case Lost() as lost:
+            call.lost(lost.why, now_ns)

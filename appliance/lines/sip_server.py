@@ -18,7 +18,7 @@ import msgspec
 from appliance import control, status
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
 from appliance.lines import sip_stack
-from appliance.lines.boxes import Boxes, Lost, News
+from appliance.lines.boxes import Boxes
 from appliance.lines.limits import Bucket
 from appliance.lines.sip_call import Limits, PhoneCall, Verb
 from appliance.lines.sip_config import SipAccount, SipConfig
@@ -237,12 +237,10 @@ class SipServer:
                 call.hang_up("this line stops", now_ns)
         try:
             if boxes is not None:
-                for news in boxes.receive(0.0):
-                    self._hear_box(news)
-            for call in self._calls.values():
-                for message in call.advance(self._clock.now_ns()):
-                    if boxes is not None:
-                        boxes.send(call.number, message)
+                boxes.deal(self._calls)
+            else:
+                for call in self._calls.values():
+                    call.advance(now_ns)
         except (control.BoxGone, control.ControlError) as err:
             self._lose(str(err))
         for number, call in list(self._calls.items()):
@@ -285,21 +283,6 @@ class SipServer:
         self._boxes = boxes
         self._welcome = boxes.welcome
         self._times = TickTimes(boxes.welcome.period_ns)
-
-    def _hear_box(self, news: News) -> None:
-        call = self._calls.get(news.call)
-        if call is None:
-            return
-        now_ns = self._clock.now_ns()
-        match news.message:
-            case control.Admitted() as message:
-                call.admitted(message, now_ns, news.t0_ns)
-            case control.Refused() as message:
-                call.refused(message, now_ns)
-            case control.Gone() as message:
-                call.gone(message, now_ns)
-            case Lost() as lost:
-                call.lost(lost.why, now_ns)
 
     def _lose(self, why: str) -> None:
         logger.warning("no box: %s; %d calls ended", why, len(self._calls))

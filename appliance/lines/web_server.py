@@ -26,7 +26,7 @@ from aiohttp import WSMsgType, web
 from appliance import control
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock
 from appliance.lines import wire
-from appliance.lines.boxes import Boxes, Lost, News
+from appliance.lines.boxes import Boxes, News
 from appliance.lines.limits import Bucket
 from appliance.lines.transcript import PiecesError, read_pieces
 from appliance.lines.web_box import BoxFeed, ways
@@ -119,6 +119,8 @@ class WebServer:
         self._clock = clock
         self._boxes: Boxes | None = None
         self._clients: dict[int, _Client] = {}
+        self._calls: dict[int, WebCall] = {}
+        """Those of the clients, by number."""
         self._numbers = 0
         self._addresses: Counter[str] = Counter()
         self._connects = Bucket(CONNECTS_PER_S, CONNECTS_BURST)
@@ -165,7 +167,7 @@ class WebServer:
                     seeking.result()
                 seeking = asyncio.create_task(self._seek())
             now_ns = self._clock.now_ns()
-            calls = [client.call for client in self._clients.values() if not client.call.is_over]
+            calls = [call for call in self._calls.values() if not call.is_over]
             if not calls:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
@@ -181,8 +183,8 @@ class WebServer:
     def stop(self) -> None:
         """Refuse newcomers, end all calls; `run` returns when that has been done."""
         now_ns = self._stop_ns = self._clock.now_ns()
-        for client in self._clients.values():
-            client.call.dismiss(Ending.DRAINING, "this line stops", now_ns)
+        for call in self._calls.values():
+            call.dismiss(Ending.DRAINING, "this line stops", now_ns)
         self._wake.set()
 
     def _has_stopped(self) -> bool:
@@ -194,12 +196,11 @@ class WebServer:
         boxes = self._boxes
         try:
             if boxes is not None:
-                for news in boxes.receive(0.0):
-                    self._hear(news)
-            for client in list(self._clients.values()):
-                for message in client.call.advance(self._clock.now_ns()):
-                    if boxes is not None:
-                        boxes.send(client.call.number, message)
+                for news in boxes.deal(self._calls):
+                    self._note(news)
+            else:
+                for call in self._calls.values():
+                    call.advance(self._clock.now_ns())
         except (control.BoxGone, control.ControlError) as err:
             self._lose(str(err))
         now_ns = self._clock.now_ns()
@@ -216,7 +217,7 @@ class WebServer:
             if not client.done and transport and now_ns - client.ended_ns > CLOSE_NS:
                 transport.abort()
         if client.done and call.is_over:
-            del self._clients[number]
+            del self._clients[number], self._calls[number]
 
     # --- the box
 
@@ -227,22 +228,12 @@ class WebServer:
         self._welcome = boxes.welcome
         self._times = TickTimes(boxes.welcome.period_ns)
 
-    def _hear(self, news: News) -> None:
-        client = self._clients.get(news.call)
-        if client is None:
-            return
-        call, now_ns = client.call, self._clock.now_ns()
+    def _note(self, news: News) -> None:
         match news.message:
             case control.Admitted() as message:
-                call.admitted(message, now_ns, news.t0_ns)
-                logger.info("call %d admitted: session=%d", call.number, call.session)
+                logger.info("call %d admitted: session=%d", news.call, message.session)
             case control.Refused() as message:
                 self._refusals[message.reason.value] += 1
-                call.refused(message, now_ns)
-            case control.Gone() as message:
-                call.gone(message, now_ns)
-            case Lost() as lost:
-                call.lost(lost.why, now_ns)
 
     def _lose(self, why: str) -> None:
         logger.warning("no box: %s; %d calls ended", why, len(self._clients))
@@ -250,8 +241,8 @@ class WebServer:
             self._boxes.close()
         self._boxes = None
         now_ns = self._clock.now_ns()
-        for client in self._clients.values():
-            client.call.lost("the box is gone", now_ns)
+        for call in self._calls.values():
+            call.lost("the box is gone", now_ns)
 
     async def _seek(self) -> None:
         """Find a box again, off the event loop: a box that is starting answers slowly."""
@@ -307,7 +298,7 @@ class WebServer:
             "memory": self._model.memory,
             "connections": len(self._clients),
             "most": self._options.most,
-            "ways": ways([client.call.figures() for client in self._clients.values()]),
+            "ways": ways([call.figures() for call in self._calls.values()]),
             "refused": dict(self._refusals),
         }
 
@@ -319,7 +310,7 @@ class WebServer:
         """The figures of all calls, as JSON."""
         if (refusal := self._refuse_http(request)) is not None:
             return refusal
-        figures: list[Figures] = [client.call.figures() for client in self._clients.values()]
+        figures: list[Figures] = [call.figures() for call in self._calls.values()]
         return _json(
             {"model": self._welcome.model, "box": self._boxes is not None, "calls": figures}
         )
@@ -378,6 +369,7 @@ class WebServer:
             self._times,
         )
         client = self._clients[call.number] = _Client(call, request)
+        self._calls[call.number] = call
         self._wake.set()
         reader = asyncio.create_task(self._read(ws, call))
         writer = asyncio.create_task(self._write(ws, client))
