@@ -86,6 +86,8 @@ class CudaExecutor:
 
     runs_on = "ONNX Runtime CUDA"
     """What computes the stages, for reports."""
+    kind = "cuda"
+    """What `--executor` calls it."""
 
     def __init__(self, bundle: Bundle, slots: int, options: CudaOptions | None = None) -> None:
         """Load every stage, lay out state for ``slots`` sessions and capture every batch.
@@ -159,7 +161,7 @@ class CudaExecutor:
         self._run_options = ort.RunOptions()
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self.device.synchronize()
-        self._graphs = TickGraphs(self.stream)
+        self._graphs = TickGraphs(self.stream, self.kind)
         self._closing.callback(self._graphs.close)
         self._parts: dict[int, list[Part]] = {}
         for slot in range(slots):

@@ -12,6 +12,7 @@ bundle's files their bytes are. Not here: building (`export`), running, looking 
 No torch, no onnx, no TensorRT.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,16 @@ from typing import Literal
 
 import msgspec
 
-from engines.bundle import Bundle, Dtype, FileSpec, Manifest, StageSpec, TensorSpec, describe_file
+from engines.bundle import (
+    ITEMSIZE,
+    Bundle,
+    Dtype,
+    FileSpec,
+    Manifest,
+    StageSpec,
+    TensorSpec,
+    describe_file,
+)
 
 FORMAT = 1
 """Raised whenever an older reader would misunderstand a plans.json."""
@@ -85,6 +95,11 @@ class WeightInput(_Strict, frozen=True):
     """Path inside the bundle."""
     offset_bytes: int
     bytes: int
+
+    @property
+    def shape_bytes(self) -> int:
+        """Bytes of such a tensor, which `bytes` must be: what lies behind belongs to another."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 class MadeFrom(_Strict, frozen=True):
@@ -343,6 +358,12 @@ def _bundle_refusals(manifest: Manifest, plans: Plans, where: str, build: str) -
                     f"{weight.offset_bytes} to {end} of {weight.file}, which "
                     + (f"has {file.bytes}" if file else "the bundle does not have")
                     + f". Build it again: {build}"
+                )
+            elif weight.bytes != weight.shape_bytes:
+                yield (
+                    f"{where}: the plan of stage {stage.name} takes {weight.bytes} bytes for "
+                    f"{weight.name}, and {weight.dtype} {list(weight.shape)} has "
+                    f"{weight.shape_bytes}. Build it again: {build}"
                 )
         if (plan.inputs, plan.outputs) != (stage.inputs, stage.outputs):
             yield (

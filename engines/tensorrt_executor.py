@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class TensorrtExecutor(CudaExecutor):
     """`executor.Executor` on a GPU, through plans. One thread uses it: the one that made it."""
 
+    kind = "tensorrt"
+
     def _open_device(self) -> cuda.Device:
         return gpu.open_gpu(self.options.ordinal)
 

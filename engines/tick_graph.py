@@ -37,8 +37,9 @@ class Part:
 class TickGraphs:
     """Captured ticks by batch. One thread uses them."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, executor: str = "cuda") -> None:
+        """executor: what the command line calls whose parts these are, for error messages."""
+        self._stream, self._executor = stream, executor
         self._graphs: dict[int, Graph] = {}
         self._timed: dict[int, tuple[Graph, list[Event]]] = {}
 
@@ -109,7 +110,7 @@ class TickGraphs:
             raise CaptureFailed(
                 f"stage {at} cannot be captured into a CUDA graph at batch {batch}: "
                 f"{_first_line(err)}. Run without graphs to see it work eagerly: "
-                f"duplexbox engines bench BUNDLE --executor cuda --eager"
+                f"duplexbox engines bench BUNDLE --executor {self._executor} --eager"
             ) from err
         return graph
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engines import bundle, plans
-from engines.bundle import Bundle
+from engines.bundle import Bundle, Dtype
 from engines.plans import Machine, Plan, Plans, PlansError, Profile, WeightInput
 from tests.engines.plan_samples import VERSION, plans_of, write
 
@@ -166,6 +166,18 @@ def test_weights_a_bundle_does_not_hold_are_refused(
     assert "the plan of stage temporal takes w from" in sentence
     assert words in sentence
     assert sentence.endswith(f"duplexbox export build {demo.path} --target sm_89")
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 12), ("bfloat16", 16), ("int8", 16)])
+def test_weights_of_other_bytes_than_their_shape_has_are_refused(
+    demo: Bundle, recorded: Plans, dtype: Dtype, nbytes: int
+) -> None:
+    """The engine would read what lies behind them, or miss their end."""
+    file = next(name for name in demo.manifest.files if name.endswith(".bin"))
+    weight = WeightInput("w", dtype, (4,), file, 0, nbytes)
+    (sentence,) = plans.refusals(demo, with_plan(recorded, 1, weights=(weight,)), BOX)
+    has = 4 * bundle.ITEMSIZE[dtype]
+    assert f"takes {nbytes} bytes for w, and {dtype} [4] has {has}. Build it again" in sentence
 
 
 def test_plans_with_other_tensors_are_refused(demo: Bundle, recorded: Plans) -> None:

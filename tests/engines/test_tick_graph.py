@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from engines import tick_graph
+from engines.cuda_executor import CudaExecutor
+from engines.tensorrt_executor import TensorrtExecutor
 from engines.tick_graph import WARM_UPS, CaptureFailed, Part, TickGraphs
 
 
@@ -134,6 +136,18 @@ def test_a_part_that_breaks_the_capture_in_silence_is_named(stream: RecordingStr
     tick = [*parts(stream, "encode"), Part("think", spoil), *parts(stream, "decode")]
     with pytest.raises(CaptureFailed, match=r"stage think cannot be captured .* waits for"):
         graphs_on(stream).capture(1, tick)
+
+
+@pytest.mark.parametrize("executor", [CudaExecutor, TensorrtExecutor])
+def test_the_command_that_shows_it_eagerly_names_the_executor_it_failed_on(
+    stream: RecordingStream, executor: type[CudaExecutor]
+) -> None:
+    def spoil() -> None:
+        stream.is_broken = stream.recorded is not None
+
+    graphs = TickGraphs(stream, executor.kind)  # type: ignore[arg-type]
+    with pytest.raises(CaptureFailed, match=rf"--executor {executor.kind} --eager$"):
+        graphs.capture(1, [Part("think", spoil)])
 
 
 def test_closed_graphs_are_gone(stream: RecordingStream) -> None:
