@@ -296,12 +296,14 @@ class UplinkRing(_Ring):
 
     def get(self, pcm: NDArray[np.float32]) -> UplinkHeader | None:
         """Copy the oldest frame into ``pcm``, (S,) float32, and free its entry. None if empty."""
-        if not self._cursor.waiting():
+        cursor = self._cursor
+        if not cursor.waiting():
             return None
-        entry = self._cursor.read % self.capacity
-        header = UplinkHeader(*UPLINK_FIELDS.unpack_from(self._buffer, self._offsets[entry]))
+        entry = cursor.read % cursor.capacity
+        header = UplinkHeader._make(UPLINK_FIELDS.unpack_from(self._buffer, self._offsets[entry]))
         pcm[:] = self._rows[entry]
-        self._cursor.consume()
+        cursor.read += 1
+        cursor.shared[16] = cursor.read
         return header
 
 
@@ -316,12 +318,14 @@ class DownlinkRing(_Ring):
 
         pcm: (S,) float32.
         """
-        entry = self._cursor.free_entry()
+        cursor = self._cursor
+        entry = cursor.free_entry()
         if entry < 0:
             return False
         DOWNLINK_FIELDS.pack_into(self._buffer, self._offsets[entry], *header)
         self._rows[entry][:] = pcm
-        self._cursor.publish()
+        cursor.written += 1
+        cursor.shared[8] = cursor.written
         return True
 
     def get(self, pcm: NDArray[np.float32]) -> DownlinkHeader | None:

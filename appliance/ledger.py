@@ -15,6 +15,7 @@ CRC is wrong, and says how many bytes it dropped. Not here: the thread that writ
 """
 
 import enum
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -155,7 +156,11 @@ TICK = _layout(
 )
 """One due frame of one session."""
 
-TICK_FIELDS = tuple(TICK.names or ())
+TICK_FIELDS = tuple(sorted(TICK.names or (), key=lambda name: (TICK.fields or {})[name][1]))
+"""In order of their places."""
+
+TICK_VALUES = struct.Struct("<BBHIQqqqqqIiHHHHIiII")
+"""The same as one packed value: writing a record so takes a third of what numpy takes."""
 
 RECEIPT = _layout(
     {

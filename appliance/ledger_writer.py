@@ -31,6 +31,7 @@ from appliance.ledger import (
     RECEIPT,
     RECORD_BYTES,
     TICK,
+    TICK_VALUES,
     Flag,
     Header,
     Kind,
@@ -72,22 +73,24 @@ class RecordRing:
     Each counter has one writer; the interpreter lock orders a row's bytes before its counter.
     """
 
-    __slots__ = ("capacity", "lost", "read", "rows", "written")
+    __slots__ = ("_bytes", "capacity", "lost", "read", "rows", "written")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.rows: NDArray[np.void] = np.zeros(capacity, TICK)
+        self._bytes = bytearray(capacity * RECORD_BYTES)
+        self.rows: NDArray[np.void] = np.frombuffer(self._bytes, TICK)
         self.written = 0
         self.read = 0
         self.lost = 0
         """Records that found the ring full. Only grows; 0 in a box whose ledger is whole."""
 
     def put(self, record: tuple[int, ...]) -> bool:
-        """Writer: copy one record, the fields of `ledger.TICK` in order. False if it was lost."""
+        """Writer: copy one record, `ledger.TICK_FIELDS` in order. False if it was lost."""
         if self.written - self.read >= self.capacity:
             self.lost += 1
             return False
-        self.rows[self.written % self.capacity] = record
+        offset = self.written % self.capacity * RECORD_BYTES
+        TICK_VALUES.pack_into(self._bytes, offset, *record)
         self.written += 1
         return True
 

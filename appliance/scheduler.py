@@ -16,19 +16,17 @@ slow steps have become, a session is stepped rather than starved.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Occupant:
+class Occupant(NamedTuple):
     """A live session as the scheduler sees it: its slot and what its caller has sent."""
 
     slot: int
     frames_waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPlan:
+class SlotPlan(NamedTuple):
     """What one slot does on this tick."""
 
     slot: int
@@ -40,8 +38,7 @@ class SlotPlan:
     """Frames still waiting once this tick has taken its own: how far the session is behind."""
 
 
-@dataclass(frozen=True, slots=True)
-class TickPlan:
+class TickPlan(NamedTuple):
     """What one tick does."""
 
     tick: int
@@ -61,7 +58,7 @@ def plan_tick(tick: int, occupants: Sequence[Occupant], lag_limit_frames: int) -
     return TickPlan(
         tick=tick,
         batch=len(occupants),
-        slots=tuple(plan_slot(o.slot, o.frames_waiting, lag_limit_frames) for o in occupants),
+        slots=tuple([plan_slot(slot, frames, lag_limit_frames) for slot, frames in occupants]),
     )
 
 

@@ -28,10 +28,15 @@ from appliance.calibration import Recalibration
 from appliance.clock import Clock, TickGrid
 from appliance.frame_ring import DownlinkHeader, UplinkHeader
 from appliance.leases import Slots
-from appliance.ledger import Flag, Kind
 from appliance.ledger_writer import RecordRing
 from appliance.priming import PrimingDesk
-from appliance.scheduler import Occupant, SlotPlan, plan_resume, plan_slot, plan_tick
+from appliance.scheduler import (
+    Occupant,
+    TickPlan,
+    plan_resume,
+    plan_slot,
+    plan_tick,
+)
 from appliance.seat import (
     Arrive,
     FromTick,
@@ -46,13 +51,28 @@ from appliance.seat import (
 )
 from appliance.session import Event
 from appliance.step_model import StepRing
+from appliance.tick_record import (
+    BAD_INPUT,
+    CONCEALED,
+    FAULT,
+    GENERATED,
+    HEARD,
+    LAST,
+    LATE,
+    MISSED,
+    PRIMING,
+    RESET,
+    U32_MAX,
+    UNREAD,
+    WARMING,
+    downlink_flags,
+    tick_record,
+)
 from engines.executor import Executor, SettingError
 
 RECENT_STEPS = 8
 """Steps looked back on to guess the next one's length. The guess is the shortest of them: after a
 hiccup steps are fast again, and one frame late is better than one frame lost."""
-
-U32_MAX = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +117,7 @@ class TickLoop:
     _rows_in: list[NDArray[np.float32]] = field(init=False)
     _rows_out: list[NDArray[np.float32]] = field(init=False)
     _scratch: NDArray[np.float32] = field(init=False)
+    _finite: NDArray[np.bool_] = field(init=False)
     _steps_ns: list[int] = field(init=False)
     _full_frames: int = field(init=False)
     """Age at which a session's state is at full retention."""
@@ -111,6 +132,7 @@ class TickLoop:
         self._rows_in = [self.executor.audio_in[slot] for slot in range(slots)]
         self._rows_out = [self.executor.audio_out[slot] for slot in range(slots)]
         self._scratch = np.zeros_like(self._rows_in[0])
+        self._finite = np.ones((slots, len(self._scratch)), np.bool_)
         self._steps_ns = [self.grid.period_ns // 2] * RECENT_STEPS
         self._full_frames = max(1, self.executor.bundle.manifest.ticks_until_full())
 
@@ -218,7 +240,7 @@ class TickLoop:
     def _hold(self, tick: int) -> None:
         """Frames that are due of sessions between two states: each gets its record."""
         for seat in self._held():
-            self._pass_over(seat, Flag.PRIMING.value, tick, self.clock.now_ns())
+            self._pass_over(seat, PRIMING, tick, self.clock.now_ns())
 
     def _held(self) -> list[Seat]:
         return [seat for seat in (*self._priming, *self._waiting) if seat.is_held]
@@ -308,14 +330,12 @@ class TickLoop:
             [Occupant(seat.slot, seat.channel.uplink.waiting) for seat in seats],
             self.policy.lag_limit_frames + ticks_behind,
         )
-        heard = [self._gather(seat, mine) for seat, mine in zip(seats, plan.slots, strict=True)]
+        heard = self._gather(seats, plan)
         began_ns = self.clock.now_ns()
         self.executor.step(plan.batch)
         step_ns = self.clock.now_ns() - began_ns
         self._steps_ns[tick % RECENT_STEPS] = step_ns
-        margin_ns = 0
-        for seat, mine, (flags, header) in zip(seats, plan.slots, heard, strict=True):
-            margin_ns = self._scatter(seat, mine, flags, header, plan.batch, tick, step_ns)
+        margin_ns = self._scatter(seats, plan, heard, min(step_ns, U32_MAX))
         counts.margin_ns = margin_ns  # of the last slot: the tick's own
         counts.worst_margin_ns = (
             min(counts.worst_margin_ns, margin_ns) if counts.steps else margin_ns
@@ -325,85 +345,107 @@ class TickLoop:
         counts.steps += 1
         done_ns = self.clock.now_ns()
         full = self._full_frames
-        aged = sum(min(seat.age, full) for seat in seats)
+        aged = sum([min(seat.age, full) for seat in seats])
         began_ns = max(self.grid.start_ns(tick), self._done_ns)
         counts.slow_run = counts.slow_run + 1 if done_ns - began_ns > self.grid.period_ns else 0
         self.steps_seen.put(plan.batch, aged * 1000 // full, done_ns - began_ns, margin_ns)
         self._done_ns = done_ns
 
-    def _gather(self, seat: Seat, plan: SlotPlan) -> tuple[int, UplinkHeader | None]:
-        """Put what the slot hears into its row. Returns flags, and the frame's header if any."""
-        row = self._rows_in[seat.slot]
-        uplink = seat.channel.uplink
-        uplink.skip(plan.skip)
-        header = uplink.get(row) if plan.hears else None
-        fresh = Flag.RESET.value if seat.is_fresh else 0
-        if header is None:
-            row.fill(0)
-            return fresh | Flag.CONCEALED.value, None
-        flags = fresh | (Flag.LAST.value if header.flags & frame_ring.LAST else 0)
-        if not np.isfinite(row).all():
-            row.fill(0)  # one NaN would stay in the session's state for ever
-            return flags | Flag.CONCEALED.value | Flag.BAD_INPUT.value, header
-        if seat.tap is not None:
-            seat.tap.put(UplinkHeader(seat.frame_index, 0, self.clock.now_ns()), row)
-        return flags | Flag.HEARD.value, header
+    def _gather(self, seats: list[Seat], plan: TickPlan) -> list[tuple[int, UplinkHeader | None]]:
+        """Put what each slot hears into its row. Returns flags, and the frame's header if any."""
+        heard: list[tuple[int, UplinkHeader | None]] = []
+        for seat, (_, skip, hears, _), row in zip(seats, plan.slots, self._rows_in, strict=False):
+            uplink = seat.channel.uplink
+            if skip:
+                uplink.skip(skip)
+            header = uplink.get(row) if hears else None
+            flags = RESET if seat.is_fresh else 0
+            if header is None:
+                row.fill(0)
+                flags |= CONCEALED
+            else:
+                flags |= HEARD | LAST if header.flags & frame_ring.LAST else HEARD
+            heard.append((flags, header))
+        for slot in self._broken(self._rows_in, len(seats)):
+            self._rows_in[slot].fill(0)  # one NaN would stay in the session's state for ever
+            flags, header = heard[slot]
+            heard[slot] = flags & ~HEARD | CONCEALED | BAD_INPUT, header
+        for seat, (flags, _), row in zip(seats, heard, self._rows_in, strict=False):
+            if seat.tap is not None and flags & HEARD:
+                seat.tap.put(UplinkHeader(seat.frame_index, 0, self.clock.now_ns()), row)
+        return heard
+
+    def _broken(self, rows: list[NDArray[np.float32]], batch: int) -> list[int]:
+        """Slots below ``batch`` whose row is not all finite; hardly ever any, so all at once."""
+        block = self.executor.audio_in if rows is self._rows_in else self.executor.audio_out
+        finite = np.isfinite(block[:batch], out=self._finite[:batch])
+        if finite.all():
+            return []
+        return np.flatnonzero(~finite.all(axis=1)).tolist()
 
     def _scatter(
         self,
-        seat: Seat,
-        plan: SlotPlan,
-        flags: int,
-        heard: UplinkHeader | None,
-        batch: int,
-        tick: int,
+        seats: list[Seat],
+        plan: TickPlan,
+        heard: list[tuple[int, UplinkHeader | None]],
         step_ns: int,
     ) -> int:
-        """Hand one slot's frame to its line and record it. Returns its margin in ns."""
-        slot = seat.slot
-        executor = self.executor
-        deadline_ns = self.grid.deadline_ns(tick)
-        made_ns = self.clock.now_ns()
-        text = int(executor.text[slot])
-        if flags & Flag.LAST.value:
-            seat.ending = Event.LAST_FRAME
-        if not executor.valid[slot]:
-            flags |= Flag.WARMING.value
-            text = -1
-        if made_ns > deadline_ns:
-            flags |= Flag.LATE.value
-        if self._stamps[slot] != seat.generation or not np.isfinite(self._rows_out[slot]).all():
-            flags |= Flag.FAULT.value
-            seat.ending = Event.FAULT
-            made_ns, text = 0, -1
-        else:
-            flags |= Flag.GENERATED.value
-            header = DownlinkHeader(
-                seat.session,
-                seat.generation,
-                seat.frame_index,
-                tick,
-                deadline_ns,
-                made_ns,
-                text,
-                _downlink_flags(flags),
-                heard.frame_index if heard is not None and flags & Flag.HEARD.value else -1,
-            )
-            if seat.channel.downlink.put(header, self._rows_out[slot]):
-                seat.unread = 0
+        """Hand each slot's frame to its line and record it. Returns the last one's margin in ns."""
+        executor, tick, now_ns = self.executor, plan.tick, self.clock.now_ns
+        deadline_ns, margin_ns = self.grid.deadline_ns(tick), 0
+        texts, valid = executor.text[: plan.batch].tolist(), executor.valid[: plan.batch].tolist()
+        broken = self._broken(self._rows_out, plan.batch)
+        for seat, mine, (flags, header) in zip(seats, plan.slots, heard, strict=True):
+            slot = mine.slot
+            text = texts[slot]
+            if flags & LAST:
+                seat.ending = Event.LAST_FRAME
+            if not valid[slot]:
+                flags |= WARMING
+                text = -1
+            made_ns = now_ns()
+            if made_ns > deadline_ns:
+                flags |= LATE
+            if self._stamps[slot] != seat.generation or slot in broken:
+                flags |= FAULT
+                seat.ending = Event.FAULT
+                margin_ns = deadline_ns - now_ns()
+                made_ns, text = 0, -1
             else:
-                flags |= Flag.UNREAD.value
-                self._count_unread(seat)
-        margin_ns = deadline_ns - (made_ns or self.clock.now_ns())
-        if seat.is_fresh:
-            seat.is_fresh = False
-            held = seat.frame_index - seat.began
-            seat.began = seat.frame_index
-            self.outbox.append(Restarted(seat.session, tick, seat.frame_index, held, seat.job))
-        late = flags & (Flag.LATE.value | Flag.FAULT.value)
-        seat.misses = seat.misses + 1 if late else 0
-        self._record(seat, plan, flags, heard, batch, tick, made_ns, margin_ns, step_ns, text)
+                flags |= GENERATED
+                sent = DownlinkHeader(
+                    seat.session,
+                    seat.generation,
+                    seat.frame_index,
+                    tick,
+                    deadline_ns,
+                    made_ns,
+                    text,
+                    downlink_flags(flags),
+                    header.frame_index if header is not None and flags & HEARD else -1,
+                )
+                if seat.channel.downlink.put(sent, self._rows_out[slot]):
+                    seat.unread = 0
+                else:
+                    flags |= UNREAD
+                    self._count_unread(seat)
+                margin_ns = deadline_ns - made_ns
+            if seat.is_fresh:
+                self._say_restarted(seat, tick)
+            seat.misses = seat.misses + 1 if flags & (LATE | FAULT) else 0
+            self.ring.put(
+                tick_record(
+                    seat, mine, flags, header, plan.batch, tick, made_ns, margin_ns, step_ns, text
+                )
+            )
+            seat.frame_index += 1
         return margin_ns
+
+    def _say_restarted(self, seat: Seat, tick: int) -> None:
+        seat.is_fresh = False
+        held = seat.frame_index - seat.began
+        seat.began = seat.frame_index
+        self.outbox.append(Restarted(seat.session, tick, seat.frame_index, held, seat.job))
 
     def _count_unread(self, seat: Seat) -> None:
         """A line that has read nothing for so long hangs: its call ends, and settles nothing."""
@@ -419,7 +461,7 @@ class TickLoop:
             self.counts.missed += 1
         margin_ns = self.grid.margin_ns(tick, self.clock.now_ns())
         for seat in (*self._slots, *held):
-            self._pass_over(seat, Flag.MISSED.value, tick, self.grid.deadline_ns(tick) - margin_ns)
+            self._pass_over(seat, MISSED, tick, self.grid.deadline_ns(tick) - margin_ns)
 
     def _pass_over(self, seat: Seat, flags: int, tick: int, at_ns: int) -> None:
         """A due frame that nothing is made for: it gets its record, and counts as a miss.
@@ -432,62 +474,10 @@ class TickLoop:
         plan = plan_slot(max(0, seat.slot), uplink.waiting, lag_limit_frames=uplink.capacity)
         header = uplink.get(self._scratch) if plan.hears else None
         if header is not None and header.flags & frame_ring.LAST:
-            flags |= Flag.LAST.value
+            flags |= LAST
             seat.ending = Event.LAST_FRAME
         seat.misses += 1
         margin_ns = self.grid.margin_ns(tick, at_ns)
         batch = len(self._slots)
-        self._record(seat, plan, flags, header, batch, tick, 0, margin_ns, 0, -1)
-
-    def _record(
-        self,
-        seat: Seat,
-        plan: SlotPlan,
-        flags: int,
-        heard: UplinkHeader | None,
-        batch: int,
-        tick: int,
-        made_ns: int,
-        margin_ns: int,
-        step_ns: int,
-        text: int,
-    ) -> None:
-        """One record for the due frame ``seat.frame_index``, which is thereby accounted for.
-
-        The order of values is that of `ledger.TICK_FIELDS`; a test holds the two together.
-        """
-        self.ring.put(
-            (
-                Kind.TICK.value,
-                seat.generation,
-                seat.session,
-                seat.frame_index,
-                0,
-                0,
-                flags,
-                tick,
-                heard.captured_ns if heard is not None else 0,
-                made_ns,
-                margin_ns,
-                min(step_ns, U32_MAX),
-                text,
-                batch,
-                plan.slot,
-                plan.lag,
-                plan.skip,
-                min(seat.misses, U32_MAX),
-                0,
-                0,
-            )
-        )
+        self.ring.put(tick_record(seat, plan, flags, header, batch, tick, 0, margin_ns, 0, -1))
         seat.frame_index += 1
-
-
-def _downlink_flags(flags: int) -> int:
-    """The ledger's flags in the words of `frame_ring`."""
-    return (
-        frame_ring.GENERATED
-        | (frame_ring.WARMING if flags & Flag.WARMING.value else 0)
-        | (frame_ring.CONCEALED if flags & Flag.CONCEALED.value else 0)
-        | (frame_ring.FINAL if flags & Flag.LAST.value else 0)
-    )

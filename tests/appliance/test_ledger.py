@@ -17,6 +17,7 @@ from appliance.frame_ring import Outcome, Receipt
 from appliance.ledger import (
     RECORD_BYTES,
     TICK,
+    TICK_FIELDS,
     Flag,
     Header,
     LedgerError,
@@ -74,7 +75,7 @@ class Desk:
         known = {"kind": 1, "generation": session, "session": session, "index": index}
         values = known | {"flags": flags, "tick": index, "margin_ns": 9} | fields
         assert set(values) <= set(names), set(values) - set(names)
-        self.ring.put(tuple(values.get(name, 0) for name in TICK.names or ()))
+        self.ring.put(tuple(values.get(name, 0) for name in TICK_FIELDS))
 
     def receipt(
         self, index: int, outcome: int = Outcome.DELIVERED, session: int = 1, **stamp: int

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from appliance import frame_ring, tick_loop
 from appliance.clock import NS_PER_MS as MS
-from appliance.ledger import TICK_FIELDS, Flag
+from appliance.ledger import TICK, TICK_FIELDS, TICK_VALUES, Flag
 from appliance.seat import Depart, Left, WentLive
 from appliance.session import Event, SessionId
 from appliance.tick_loop import TickLoop
@@ -70,7 +70,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def test_a_record_has_the_ledgers_fields_in_order() -> None:
-    first = ("kind", "generation", "session", "index", "crc", "unused", "flags", "tick")
+    first = ("kind", "unused", "flags", "generation", "session", "index", "tick")
     rest = (
         "captured_ns",
         "made_ns",
@@ -84,8 +84,12 @@ def test_a_record_has_the_ledgers_fields_in_order() -> None:
         "misses",
         "buffer_us",
         "spare",
+        "crc",
     )
     assert first + rest == TICK_FIELDS
+    values = range(1, len(TICK_FIELDS) + 1)
+    (record,) = np.frombuffer(TICK_VALUES.pack(*values), TICK)
+    assert [int(record[name]) for name in TICK_FIELDS] == list(values)
 
 
 def test_a_caller_gets_one_frame_for_each_of_its_own(desk: Desk) -> None:
