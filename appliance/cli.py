@@ -58,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     reset.add_argument("--socket", type=Path, required=True, help="of the box")
     reset.set_defaults(run=run_reset)
 
+    transfer = verbs.add_parser("transfer", help="have a telephone caller called on elsewhere")
+    transfer.add_argument("call", type=int, help="the session's number, as the box's log has it")
+    transfer.add_argument(
+        "target", help="such as sip:desk@pbx.example; [sip] transfer_to allows it"
+    )
+    transfer.add_argument("--socket", type=Path, required=True, help="of the box")
+    transfer.set_defaults(run=run_transfer)
+
     certify = verbs.add_parser("certify", help="how many sessions hold on this machine, proven")
     certify.add_argument("bundle", type=Path)
     how = certify.add_mutually_exclusive_group()
@@ -267,6 +275,20 @@ def run_reset(args: argparse.Namespace) -> int:
     if isinstance(answer, control.Refused):
         return _fail(args, answer.detail, 1)
     print(reset_text(answer))
+    return 0
+
+
+def run_transfer(args: argparse.Namespace) -> int:
+    from appliance import control, status
+
+    target = args.target[: control.LONGEST_TARGET]
+    try:
+        answer = status.transfer(args.socket, args.call, target)
+    except (control.BoxGone, control.ControlError) as err:
+        return _fail(args, err, 1)
+    if isinstance(answer, control.Refused) or not answer.is_done:
+        return _fail(args, f"session {args.call} stays: {answer.detail}", 1)
+    print(f"session {args.call}: {answer.detail}")
     return 0
 
 

@@ -248,6 +248,7 @@ within_s = 30           # how long the margins of ticks may take to feed a newco
 #media_timeout_s = 30         # a call without any audio from the caller is ended
 #hold_s = 600                 # and one on hold
 #health = ""                  # ADDRESS:PORT where OPTIONS is 200 while there is room, else 503
+#transfer_to = []             # who may be called on, such as "sip:desk@pbx.example", "sip:2*@..."
 #tls_ca = "/etc/ssl/certs/ca-certificates.crt"   # whom we trust over TLS
 #records = "/var/lib/duplexbox/sip.sqlite"       # one row per call
 #hook = "/etc/duplexbox/sip-hook"                # started with JSON for what happens
@@ -265,5 +266,14 @@ within_s = 30           # how long the margins of ticks may take to feed a newco
 #settings = {}                # such as { "sampling.temperature" = 0.7 }
 #max_s = 3600                 # a call is ended after this
 #digits = {}                  # such as { 0 = "sip:desk@pbx.example", "#" = "hang-up" }
+#words = {}                   # said by the model, such as { "goodbye" = "hang-up" }
+#words_grace_ms = 1500        # of silence after them, before they are acted upon
+#record = false               # keep both sides of these calls; needs the next table
+#[sip.recording]
+#folder = "/var/lib/duplexbox/recordings"   # a WAV file per call: left the caller, right the model
+#announce = "/etc/duplexbox/recorded.wav"   # heard by callers before anything is kept; 8 s at most
+#keep_days = 30               # files that began longer ago are removed; 0: none is for its age
+#keep_mb = 10000              # for all of them, the oldest go first; 0: any amount
+#min_free_mb = 500            # the disk must have this left, or nothing is recorded
 """
 """What ``duplexbox appliance init`` writes; a test holds it to the defaults above."""

@@ -5,6 +5,7 @@ One Unix SOCK_SEQPACKET socket; one datagram is one message, msgpack with its ty
 
     line -> box    Join  Withdraw  Leave  Status  Reset
     box -> line    Welcome (first)  Admitted | Refused  Gone  Report  WasReset
+    both           Transfer  Transferred: passed on from whoever asks, and back
 
 A line may carry many calls over one socket. The socket closing means that the line is lost, and
 all its calls with it. Not here: deciding anything (`admission`), the box's end (`switchboard`).
@@ -22,7 +23,7 @@ from appliance.admission import Reason
 from appliance.box_view import BoxView
 from engines.bundle import Bundle
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when an older line would misunderstand the box."""
 
 LIMIT_BYTES = 65_536
@@ -37,6 +38,8 @@ LONGEST_PERSONA = 8000
 """Characters: more tokens than any model's window has frames."""
 LONGEST_VOICE = 64
 """Characters of a name."""
+LONGEST_TARGET = 200
+"""Characters of an address to which somebody is transferred."""
 
 
 class BoxGone(ConnectionError):
@@ -65,6 +68,8 @@ class Join(_Message, frozen=True):
     """One of `Welcome.voices`. The answer then comes once the model has been fed its prompt."""
     persona: Annotated[str, Meta(max_length=LONGEST_PERSONA)] = ""
     """Who the model is to be, in words; ditto."""
+    transfers: bool = False
+    """The line can have this caller called on elsewhere: it understands `Transfer`."""
 
 
 class Withdraw(_Message, frozen=True):
@@ -91,6 +96,30 @@ class Reset(_Message, frozen=True):
 
     request: int
     session: int
+
+
+class Transfer(_Message, frozen=True):
+    """Have a session's caller called on elsewhere; anybody's, and the box passes it to its line.
+
+    Answered by `Transferred`, which may take a minute, or by `Refused`.
+    """
+
+    request: int
+    """0 on the way from the box to the line."""
+    session: int
+    target: Annotated[str, Meta(max_length=LONGEST_TARGET)]
+    """Where to, such as "sip:desk@pbx.example". The line has a list of those it allows."""
+
+
+class Transferred(_Message, frozen=True):
+    """What became of a `Transfer`: from the line to the box, and on to whoever asked."""
+
+    request: int
+    session: int
+    is_done: bool
+    """False: the caller still talks to the model."""
+    detail: Annotated[str, Meta(max_length=200)]
+    """Where the caller went, or why not."""
 
 
 class Status(_Message, frozen=True):
@@ -280,8 +309,8 @@ class Report(_Message, frozen=True):
     """Each session, if that was asked for."""
 
 
-ToBox = Join | Withdraw | Leave | Status | Reset
-FromBox = Welcome | Admitted | Refused | Gone | Report | WasReset
+ToBox = Join | Withdraw | Leave | Status | Reset | Transfer | Transferred
+FromBox = Welcome | Admitted | Refused | Gone | Report | WasReset | Transfer | Transferred
 
 _to_box = msgspec.msgpack.Decoder(ToBox)
 _from_box = msgspec.msgpack.Decoder(FromBox)

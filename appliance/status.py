@@ -1,4 +1,4 @@
-"""What an operator asks of a running box: how it is, and to have a call's model begin anew."""
+"""What an operator asks of a running box: how it is, and to reset or to transfer a call."""
 
 from pathlib import Path
 
@@ -11,12 +11,16 @@ from appliance.control import (
     Reset,
     Status,
     ToBox,
+    Transfer,
+    Transferred,
     WasReset,
 )
 
 ANSWER_S = 5.0
 PRIMED_S = 600.0
 """How long a box may take to feed a call's persona again: its longest [persona] within_s."""
+TRANSFERRED_S = 90.0
+"""How long a peer may take to call somebody else, and what a line adds to that."""
 
 
 def ask(socket: Path) -> Report:
@@ -32,6 +36,16 @@ def reset(socket: Path, session: int) -> WasReset | Refused:
     message = _ask(socket, Reset(1, session), PRIMED_S)
     if not isinstance(message, WasReset | Refused):
         raise BoxGone(f"the box at {socket} did not answer within {PRIMED_S:g} s; see its log")
+    return message
+
+
+def transfer(socket: Path, session: int, target: str) -> Transferred | Refused:
+    """Have ``session``'s caller called on elsewhere. Raises `BoxGone` or `ControlError`."""
+    message = _ask(socket, Transfer(1, session, target), TRANSFERRED_S)
+    if not isinstance(message, Transferred | Refused):
+        raise BoxGone(
+            f"nobody said within {TRANSFERRED_S:g} s what became of it; see the line's log"
+        )
     return message
 
 

@@ -37,6 +37,7 @@ from appliance.session import Event, SessionId, State
 from appliance.side_models import SideModels
 from appliance.step_model import StepSamples
 from appliance.tick_loop import TickLoop
+from appliance.transfers import Told, Transfers
 from engines.bundle import Bundle
 from engines.executor import OnDevice
 
@@ -94,6 +95,7 @@ class Switchboard:
         )
         self._on_failure = on_failure
         self._leases = Leases(slots)
+        self._transfers = Transfers()
         self._calls: dict[SessionId, Call] = {}
         self._pending: dict[SessionId, Arrive | Restart] = {}
         """What the tick thread is told once a snapshot has been looked for."""
@@ -205,6 +207,11 @@ class Switchboard:
                 self._leave(connection, message)
             case control.Reset():
                 self._reset(connection, message)
+            case control.Transfer():
+                call = self._calls.get(SessionId(message.session))
+                self._tell(self._transfers.ask(connection, message, call))
+            case control.Transferred():
+                self._tell(self._transfers.ended(connection, message))
             case control.Status():
                 self._send(connection, self._report(message))
 
@@ -218,6 +225,10 @@ class Switchboard:
 
     def _send(self, connection: Connection, message: control.FromBox) -> None:
         self._lines.send(connection, control.encode(message), self._clock.now_ns())
+
+    def _tell(self, told: Told | None) -> None:
+        if told is not None:
+            self._send(*told)
 
     def _lose(self, connection: Connection) -> None:
         """The line is gone; its calls follow, each at its own next boundary."""
@@ -424,6 +435,7 @@ class Switchboard:
         call.channel.close()
         call.channel.unlink()
         self._beside.forget(session)
+        self._tell(self._transfers.forget(session))
         self.calls_ended += 1
         why = call.why.name.lower()
         logger.info("session %d gone: why=%s frames_due=%d", session, why, call.due)

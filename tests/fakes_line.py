@@ -91,6 +91,7 @@ class FakeBox:
         self.trouble = trouble or Trouble()
         self.sessions: list[FakeSession] = []
         self.leaves: list[control.Leave] = []
+        self.transferred: list[control.Transferred] = []
         self.failure: BaseException | None = None
         pieces = folder / "pieces.json"
         pieces.write_bytes(msgspec.json.encode(PIECES))
@@ -178,9 +179,15 @@ class FakeBox:
             elif isinstance(message, control.Status):
                 with contextlib.suppress(BrokenPipeError):
                     ready.send(control.encode(self._report(message.request)))
+            elif isinstance(message, control.Transferred):
+                self.transferred.append(message)
             elif isinstance(message, control.Leave):
                 self.leaves.append(message)
                 self.sessions[message.session - 1].draining = "left"
+
+    def transfer(self, session: int, target: str) -> None:
+        """Pass on that somebody wants this session's caller elsewhere."""
+        self._send(control.Transfer(0, session, target))
 
     def _report(self, request: int) -> control.Report:
         live = sum(not session.gone for session in self.sessions)

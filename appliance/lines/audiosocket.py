@@ -83,6 +83,8 @@ class Messages:
 class AudioSocketMedia:
     """One call's audio."""
 
+    codec = "slin"
+
     def __init__(self) -> None:
         self.in_hz = RATE_HZ
         self.is_open = True

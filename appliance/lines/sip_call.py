@@ -8,35 +8,27 @@ queue of wishes, `wants`, that the shell carries out. Does not know SIP, other c
        |                               |                            |
        +-- Refused: reject             +-------- Closed ------------+--> LEAVING -- Gone --> OVER
 
-In: what the stack has is read every `READ_NS`, brought to the model's rate and put into
-`receive`, which gives one frame for every tick, handed in `LEAD_NS` before it; on hold the model
-hears silence and the clock goes on. Out: `sip_speak`.
+In: `sip_hear`; on hold the model hears silence and the clock goes on. Out: `sip_speak`.
 """
 
 import enum
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
 from appliance import control
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
-from appliance.frame_ring import ChannelError, DownlinkHeader, Outcome, UplinkHeader
-from appliance.lines.receive import ReceiveBuffer
+from appliance.frame_ring import ChannelError, Outcome
+from appliance.lines.sip_announce import Announcing
 from appliance.lines.sip_config import SipAccount
 from appliance.lines.sip_figures import Figures, Took
+from appliance.lines.sip_hear import Hearing
+from appliance.lines.sip_recorder import Tape
 from appliance.lines.sip_speak import Speaking
 from appliance.lines.sip_stack import Incoming, Media
-from appliance.lines.speex import Stretches, stretcher
+from appliance.lines.sip_transfer import HANG_UP, Transfer
+from appliance.lines.sip_words import Words
 from appliance.lines.web_pace import TickTimes
-
-LEAD_NS = 20 * NS_PER_MS
-"""How long before a tick its frame is handed in: what this process may be late by, and what it
-needs for all calls' frames."""
-
-READ_NS = 10 * NS_PER_MS
-"""How often audio is looked for: half a packet, so that a hole is found where it is."""
 
 ANSWER_NS = 10 * NS_PER_S
 PRIMED_NS = 600 * NS_PER_S
@@ -45,14 +37,8 @@ PRIMED_NS = 600 * NS_PER_S
 SETTLE_NS = 10 * NS_PER_S
 """How long the box may take to say Gone, and the stack to say Closed."""
 
-PAY_BACK_TICKS = 6
-"""So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
-
 MOST_DIGITS = 256
 """Kept of a call, for its record."""
-
-TRANSFER = "transfer"
-HANG_UP = "hang-up"
 
 
 class State(enum.Enum):
@@ -89,6 +75,20 @@ class Limits:
     lead_ns: int
     media_timeout_ns: int
     hold_ns: int
+    transfer_to: tuple[str, ...] = ()
+    """Addresses to which callers may be transferred."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What an account may have besides, for one call."""
+
+    words: Words | None = None
+    """What the model's words do."""
+    announcing: Announcing | None = None
+    """What the caller hears before the model hears the caller."""
+    tape: Tape | None = None
+    """Where both sides are recorded."""
 
 
 class PhoneCall:
@@ -105,6 +105,7 @@ class PhoneCall:
         times: TickTimes,
         now_ns: int,
         line: str = "sip",
+        extras: Extras | None = None,
     ) -> None:
         """number: the `request` of its Join. times: what ticks took, shared by all calls."""
         self.number = number
@@ -119,12 +120,15 @@ class PhoneCall:
         """Why it ended, once it has begun to."""
         self.session = 0
         self.digits = ""
+        self.sent_on = Transfer()
+        """How the caller's transfer stands."""
         self.stats: dict[str, float] = {}
         self.began_ns = now_ns
         self.talked_from_ns: int | None = None
         self.ended_ns: int | None = None
         self._line = line
         self._limits = limits
+        self._extras = extras or Extras()
         self._media = media
         self._welcome = welcome
         self._asked = False
@@ -133,30 +137,29 @@ class PhoneCall:
         self._grid = TickGrid(welcome.t0_ns, welcome.period_ns)
         self._samples = welcome.samples_per_frame
         self._rate_hz = welcome.sample_rate_hz
-        self._receive = ReceiveBuffer(self._samples, self._rate_hz, seed=number)
-        self._in: tuple[int, Stretches] | None = None
-        """Rate of the call's audio, and what brings it to the model's."""
         self._times = times
         self._channel: Channel | None = None
         self._speaking: Speaking | None = None
-        self._tick = 0
-        """The tick whose frame is handed in next."""
-        self._sent = 0
-        self._meant: dict[int, tuple[int, int]] = {}
-        """By uplink frame_index: the tick it was meant for and when its last sample arrived."""
-        self._behind = 0
-        self._pay_back = False
-        self._paid_back = 0
-        self._overslept = 0
-        self._read_ns = now_ns
-        self._arrived_ns: int | None = None
-        self._heard_ns = now_ns
         self._held_since_ns: int | None = None
         self._held_ns = 0
         self._look_ns = 0
         """When the downlink is looked at next."""
         self._took = Took()
+        tape = self._extras.tape
+        self._hearing = Hearing(
+            self._samples, self._rate_hz, number, media, self._took, tape, now_ns
+        )
         self._to_box: list[control.ToBox] = []
+
+    @property
+    def tape(self) -> Tape | None:
+        """Its recording."""
+        return self._extras.tape
+
+    @property
+    def codec(self) -> str:
+        """What its audio travels in, as far as the stack says."""
+        return self._media.codec
 
     @property
     def is_done(self) -> bool:
@@ -169,25 +172,22 @@ class PhoneCall:
         if self.state is not State.ANSWERING:
             return
         self.state = State.TALKING
-        self.talked_from_ns = self._heard_ns = self._read_ns = now_ns
-        self._tick = self._grid.tick_at(now_ns + LEAD_NS) + 1
+        self.talked_from_ns = now_ns
+        self._hearing.begin(self._grid, now_ns)
 
     def closed(self, why: str, stats: dict[str, float], now_ns: int) -> None:
         """The peer has gone, or the stack has let go of it."""
         self.leg_open = False
         self.wants.clear()
         self.stats = stats
+        self.sent_on.end(f"the call ended before the peer said: {why}", is_done=False)
         self._leave(why, now_ns)
 
     def digit(self, digit: str, now_ns: int) -> None:
         """The caller pressed a key; the account may have a rule for it."""
         if len(self.digits) < MOST_DIGITS:
             self.digits += digit
-        rule = self.account.digits.get(digit, "")
-        if rule == HANG_UP:
-            self.hang_up(f"key {digit}", now_ns)
-        elif rule:
-            self.transfer(rule)
+        self._obey(self.account.digits.get(digit, ""), f"key {digit}", now_ns)
 
     def held(self, is_held: bool, now_ns: int) -> None:
         """The caller put us on hold, or took us back."""
@@ -198,12 +198,26 @@ class PhoneCall:
         elif not is_held and self._held_since_ns is not None:
             self._held_ns += now_ns - self._held_since_ns
             self._held_since_ns = None
-            self._heard_ns = now_ns
+            self._hearing.heard_ns = now_ns
 
-    def transfer(self, target: str) -> None:
-        """Ask the peer to call somebody else instead of us."""
-        if self.state is State.TALKING and self.leg_open:
+    def transfer(self, target: str, by: str) -> str:
+        """Ask the peer to call somebody else instead of us; why not, or nothing."""
+        if self.state is not State.TALKING or not self.leg_open:
+            return "nobody talks on this call"
+        why = self.sent_on.ask(target, by, self._limits.transfer_to)
+        if not why:
             self.wants.append(Want(Verb.TRANSFER, target))
+        return why
+
+    def transfer_ended(self, outcome: str, is_done: bool, now_ns: int) -> None:
+        """What became of it: the session ends with a transfer that is done, and no other."""
+        if self.sent_on.end(outcome, is_done=is_done) and is_done:
+            self.hang_up(f"transferred to {self.sent_on.target}", now_ns)
+
+    def began_anew(self) -> None:
+        """The box has reset the model: what it said before does not count."""
+        if self._extras.words is not None:
+            self._extras.words.forget()
 
     def hang_up(self, why: str, now_ns: int) -> None:
         """The line itself ends the call."""
@@ -241,6 +255,7 @@ class PhoneCall:
             self._limits.lead_ns,
             self._times,
             self._took,
+            self._extras.tape,
         )
         self.wants.append(Want(Verb.ANSWER))
 
@@ -267,10 +282,14 @@ class PhoneCall:
         """Do what is due by ``now_ns``; return what is to be said to the box."""
         if self.state is State.JOINING:
             self._ask(now_ns)
+        elif self.state is State.TALKING and self._announces(now_ns):
+            self._watch(now_ns)
         elif self.state is State.TALKING:
-            self._read(now_ns)
-            self._hand_in(now_ns)
+            assert self._channel is not None
+            self._hearing.read(self._grid, now_ns)
+            self._hearing.hand_in(self._channel, self._grid, now_ns)
             self._listen(now_ns)
+            self._mind_words(now_ns)
             self._watch(now_ns)
         elif self.state is State.LEAVING:
             if self._speaking is not None:
@@ -283,7 +302,8 @@ class PhoneCall:
 
     def figures(self) -> Figures:
         """How it is going, or went."""
-        counts, speaking = self._receive.counts, self._speaking
+        hearing, speaking = self._hearing, self._speaking
+        counts = hearing.receive.counts
         outcomes = {} if speaking is None else speaking.outcomes
         phase = None if speaking is None else speaking.phase
         per_s = self._rate_hz / 1000
@@ -294,19 +314,19 @@ class PhoneCall:
             caller=self.incoming.caller,
             call_id=self.incoming.call_id,
             state=self.state.value,
-            rate_hz=0 if self._in is None else self._in[0],
+            rate_hz=hearing.rate_in_hz,
             digits=self.digits,
-            frames=self._sent,
+            frames=hearing.sent,
             whole=counts.whole,
             short=counts.short,
             holes=counts.holes,
             concealed_ms=round(counts.concealed_samples / per_s),
             noise_ms=round(counts.noise_samples / per_s),
             cut_ms=round(counts.cut_samples / per_s),
-            stretch_ppm=round(self._receive.ppm, 1),
+            stretch_ppm=round(hearing.receive.ppm, 1),
             stretched=counts.stretched,
-            overslept=self._overslept,
-            paid_back=self._paid_back,
+            overslept=hearing.overslept,
+            paid_back=hearing.paid_back,
             delivered=outcomes.get(Outcome.DELIVERED, 0),
             late=outcomes.get(Outcome.LATE, 0),
             filled=outcomes.get(Outcome.FILLED, 0),
@@ -318,10 +338,6 @@ class PhoneCall:
         )
 
     # --- in
-
-    @property
-    def _take_ns(self) -> int:
-        return self._grid.start_ns(self._tick) - LEAD_NS
 
     def _ask(self, now_ns: int) -> None:
         if not self._asked:
@@ -335,58 +351,22 @@ class PhoneCall:
                     account.settings,
                     account.voice,
                     account.persona,
+                    transfers=bool(self._limits.transfer_to),
                 )
             )
         elif now_ns >= self._until_ns:
             self.hang_up("the box did not answer", now_ns)
 
-    def _read(self, now_ns: int) -> None:
-        """What the caller said since the last time, into the receive buffer."""
-        if now_ns < self._read_ns:
-            return
-        self._read_ns = (now_ns // READ_NS + 1) * READ_NS
-        pcm = self._media.read()
-        rate_hz = self._media.in_hz
-        if not pcm.size or not rate_hz:
-            return
-        self._heard_ns = now_ns
-        if self._in is None or self._in[0] != rate_hz:
-            self._in = (rate_hz, stretcher(rate_hz, self._rate_hz))
-        audio = pcm.astype(np.float32) / np.float32(32_768)
-        self._arrived_ns = now_ns
-        self._receive.push(self._in[1].push(audio, self._receive.ppm), now_ns, self._take_ns)
-
-    def _hand_in(self, now_ns: int) -> None:
-        assert self._channel is not None
-        while self._take_ns <= now_ns:
-            tick, start_ns = self._tick, self._grid.start_ns(self._tick)
-            self._tick += 1
-            if now_ns >= start_ns:  # the tick has begun without it
-                self._overslept += 1
-                continue
-            if self._pay_back:
-                self._pay_back, self._behind = False, 0
-                self._paid_back += 1
-                continue
-            # Of a caller who has said nothing yet, the noise is as old as this moment.
-            arrived_ns = now_ns if self._arrived_ns is None else self._arrived_ns
-            pcm = self._receive.take(now_ns)
-            arrived_ns -= self._receive.held_samples * NS_PER_S // self._rate_hz
-            if not self._channel.uplink.put(UplinkHeader(self._sent, 0, arrived_ns), pcm):
-                continue  # the box does not read: it is stopping, or stuck, and will be heard of
-            self._meant[self._sent] = (tick, arrived_ns)
-            self._meant.pop(self._sent - 64, None)
-            self._took.arrived_to_tick.append(start_ns - arrived_ns)
-            self._sent += 1
-
-    def _notice_backlog(self, header: DownlinkHeader) -> None:
-        """Frames that wait in the ring on every tick are lag for ever: leave one out."""
-        meant = self._meant.get(header.heard)
-        if meant is None:
-            return
-        self._behind = self._behind + 1 if header.tick > meant[0] else 0
-        if self._behind >= PAY_BACK_TICKS:
-            self._pay_back = True
+    def _announces(self, now_ns: int) -> bool:
+        """Whether the announcement still goes on; the session goes live after it."""
+        announcing = self._extras.announcing
+        if announcing is None or announcing.is_over:
+            return False
+        self._hearing.leave_out(now_ns)
+        announcing.turn(self._media)
+        if announcing.is_over:
+            self._hearing.begin(self._grid, now_ns)
+        return True
 
     # --- out
 
@@ -396,18 +376,34 @@ class PhoneCall:
         assert speaking is not None
         if now_ns >= self._look_ns:
             for header in speaking.collect(now_ns):
-                self._notice_backlog(header)
+                self._hearing.came_back(header)
                 # The next one cannot be there before its tick has begun.
                 self._look_ns = self._grid.start_ns(header.tick + 1)
         due_ns = speaking.next_ns
         if due_ns is None or now_ns < due_ns:
             return
+        words = self._extras.words
         for header, _ in speaking.send(now_ns):
-            if (meant := self._meant.get(header.heard)) is not None:
-                self._took.arrived_to_queued.append(now_ns - meant[1])
+            if words is not None:
+                words.hear(header.text, now_ns)
+            if (arrived_ns := self._hearing.arrived_ns(header.heard)) is not None:
+                self._took.arrived_to_queued.append(now_ns - arrived_ns)
         speaking.settle()
 
     # --- how it ends
+
+    def _mind_words(self, now_ns: int) -> None:
+        """Do what the model's words mean, once it has been heard out."""
+        words = self._extras.words
+        if words is not None and (meant := words.due(now_ns)) is not None:
+            self._obey(meant.what, f'words "{meant.phrase}"', now_ns)
+
+    def _obey(self, what: str, by: str, now_ns: int) -> None:
+        """What an account says of a key, or of words; empty: nothing."""
+        if what == HANG_UP:
+            self.hang_up(by, now_ns)
+        elif what:
+            self.transfer(what, by)
 
     def _watch(self, now_ns: int) -> None:
         """Callers who are not there any more, and calls that have lasted long enough."""
@@ -417,7 +413,7 @@ class PhoneCall:
         elif self._held_since_ns is not None:
             if now_ns - self._held_since_ns > self._limits.hold_ns:
                 self.hang_up(f"on hold for {self._limits.hold_ns // NS_PER_S} s", now_ns)
-        elif now_ns - self._heard_ns > self._limits.media_timeout_ns:
+        elif now_ns - self._hearing.heard_ns > self._limits.media_timeout_ns:
             seconds = self._limits.media_timeout_ns // NS_PER_S
             self.hang_up(f"no audio from the caller for {seconds} s", now_ns)
 
@@ -455,5 +451,7 @@ class PhoneCall:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if self._extras.tape is not None:
+            self._extras.tape.close()
         self.state = State.OVER
         self.ended_ns = now_ns

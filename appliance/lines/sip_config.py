@@ -11,6 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from appliance.lines import sip_transfer
+from appliance.lines.sip_words import plain
+
 CODECS = {"opus": "opus/48000/1", "g722": "g722/16000/1", "pcma": "pcma", "pcmu": "pcmu"}
 """Ours and the stack's names of what it can speak."""
 
@@ -46,7 +49,13 @@ class SipAccount(_Table, frozen=True):
     max_s: Annotated[int, Meta(ge=1, le=86_400)] = 3600
     """A call is ended after this."""
     digits: dict[Annotated[str, Meta(pattern=r"^[0-9A-D*#]$")], str] = {}
-    """What a key does: "hang-up", or a sip: address to which the caller is transferred."""
+    """What a key does: "hang-up", or an address to which the caller is transferred."""
+    words: dict[Annotated[str, Meta(min_length=1, max_length=200)], str] = {}
+    """What the model's words do, such as { "goodbye" = "hang-up" }."""
+    words_grace_ms: Annotated[int, Meta(ge=500, le=30_000)] = 1500
+    """Of silence after such words, before they are acted upon."""
+    record: bool = False
+    """Keep both sides of these calls: needs [sip.recording]."""
 
     def __post_init__(self) -> None:
         if self.register and not self.domain:
@@ -57,12 +66,36 @@ class SipAccount(_Table, frozen=True):
             raise ValueError(
                 f'account "{self.user}": srtp sends its keys in the clear unless transport = "tls"'
             )
-        for key, what in self.digits.items():
-            if what != "hang-up" and not what.startswith(("sip:", "sips:", "tel:")):
+        for rule, what in self.rules:
+            if what != sip_transfer.HANG_UP and sip_transfer.address(what) is None:
                 raise ValueError(
-                    f'account "{self.user}": digits "{key}" is "{what}"; '
+                    f'account "{self.user}": {rule} is "{what}"; '
                     'expected "hang-up" or an address such as "sip:desk@pbx.example"'
                 )
+        for phrase in self.words:
+            if not plain(phrase):
+                raise ValueError(f'account "{self.user}": words "{phrase}" holds no word')
+
+    @property
+    def rules(self) -> list[tuple[str, str]]:
+        """What keys and words do, each with its name in the file."""
+        keys = [(f'digits "{key}"', what) for key, what in self.digits.items()]
+        return keys + [(f'words "{phrase}"', what) for phrase, what in self.words.items()]
+
+
+class SipRecording(_Table, frozen=True):
+    """Where calls are recorded, and how much of the disk they may take."""
+
+    folder: Path = Path("/var/lib/duplexbox/recordings")
+    """One WAV file per call, left the caller and right the model."""
+    announce: Path | None = None
+    """A WAV file that callers hear before anything of theirs is kept; 8 s at most."""
+    keep_days: Annotated[int, Meta(ge=0)] = 30
+    """Files that began longer ago are removed; 0: none is for its age."""
+    keep_mb: Annotated[int, Meta(ge=0)] = 10_000
+    """For all of them; the oldest go first. 0: any amount."""
+    min_free_mb: Annotated[int, Meta(ge=0)] = 500
+    """The disk must have this left; below it nothing is recorded, and nobody refused."""
 
 
 class SipConfig(_Table, frozen=True):
@@ -93,6 +126,10 @@ class SipConfig(_Table, frozen=True):
     """And one on hold for so long."""
     health: str = ""
     """ADDRESS:PORT where OPTIONS is answered with 200 while a call would be taken, else 503."""
+    transfer_to: tuple[str, ...] = ()
+    """Addresses to which callers may be transferred, such as "sip:desk@pbx.example" or, any whose
+    user begins so, "sip:2*@pbx.example"; by keys, words or an operator. None: nobody is."""
+    recording: SipRecording | None = None
     tls_ca: Path | None = None
     """Certificates of whom we trust over TLS."""
     records: Path = Path("/var/lib/duplexbox/sip.sqlite")
@@ -120,6 +157,19 @@ class SipConfig(_Table, frozen=True):
         names = [account.user for account in self.accounts]
         if len(set(names)) < len(names):
             raise ValueError("accounts: two of them have the same user")
+        for entry in self.transfer_to:
+            if sip_transfer.address(entry) is None:
+                raise ValueError(
+                    f'transfer_to: "{entry}" is no address such as "sip:desk@pbx.example"'
+                )
+        for account in self.accounts:
+            for rule, what in account.rules:
+                if what != sip_transfer.HANG_UP and (
+                    why := sip_transfer.fault(what, self.transfer_to)
+                ):
+                    raise ValueError(f'account "{account.user}": {rule}: {why}')
+            if account.record and self.recording is None:
+                raise ValueError(f'account "{account.user}": record = true needs [sip.recording]')
         if self.allow and self.open_to_everybody:
             raise ValueError("allow and open_to_everybody contradict each other; leave one out")
         if not self.allow and not self.open_to_everybody and not address.is_loopback:

@@ -10,20 +10,24 @@ import contextlib
 import csv
 import logging
 import queue
+import re
 import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import unquote
 
 import msgspec
 
-from appliance.clock import wall_stamp
+from appliance.clock import NS_PER_MS, wall_stamp
+from appliance.lines.sip_call import PhoneCall
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-"""PRAGMA user_version; a table of another version is set aside and begun anew."""
+VERSION = 2
+"""PRAGMA user_version; a table of an older version gets the columns it lacks, one of a newer is set
+aside and begun anew."""
 
 ROWS_LIMIT = 500_000
 """Rows kept, newest first: about 200 MB."""
@@ -41,9 +45,17 @@ class Row(msgspec.Struct, frozen=True):
     line: str
     account: str
     caller: str
+    """The caller's address, as the peer says; not to be trusted."""
     call_id: str
     """The peer's, for comparing with its own records."""
     source: str = ""
+    number: str = ""
+    """The caller's number or name in `caller`, without the rest."""
+    name: str = ""
+    """What the peer says the caller is called."""
+    voice: str = ""
+    """The account's, which the model spoke with."""
+    codec: str = ""
     session: int = 0
     """The box's, for its ledger; 0: never admitted."""
     waited_ms: int = 0
@@ -54,6 +66,15 @@ class Row(msgspec.Struct, frozen=True):
     """UTC; empty: it is on."""
     why: str = ""
     digits: str = ""
+    """Keys the caller pressed."""
+    transfer_to: str = ""
+    """Where the caller was to be sent on, the last time; empty: nowhere."""
+    transfer_by: str = ""
+    transfer: str = ""
+    """What the peer said became of it."""
+    recording: str = ""
+    """Path of its file; empty: there is none."""
+    recorded_ms: int = 0
     frames: int = 0
     """Handed to the model."""
     whole: int = 0
@@ -70,11 +91,68 @@ class Row(msgspec.Struct, frozen=True):
     tx_packets: int = 0
     tx_lost: int = 0
     rtt_ms: float = 0.0
+    rx_jitter_ms: float = 0.0
+    """Of the packets that came, as RTCP has it; and of ours, as the peer reported."""
+    tx_jitter_ms: float = 0.0
+    rx_late: int = 0
+    """Packets that came after their time."""
+    rx_disordered: int = 0
     figures: str = ""
     """All of `sip_figures.Figures`, as JSON."""
 
 
 COLUMNS = Row.__struct_fields__
+
+_USER = re.compile(r"^(?:sips?|tel):([^@;>]+)", re.IGNORECASE)
+
+
+def number_of(caller: str) -> str:
+    """The user part of an address: "sip:+4930@pbx;user=phone" -> "+4930". Pure."""
+    found = _USER.match(caller)
+    return unquote(found[1]) if found else caller
+
+
+def row_at_end(row: Row, call: PhoneCall, now_ns: int) -> Row:
+    """What has become of a call. row: as it began."""
+    figures, stats, sent_on = call.figures(), call.stats, call.sent_on
+    ended_ns = call.ended_ns or now_ns
+    answered_ns = call.talked_from_ns
+    waited_ns = (answered_ns or ended_ns) - call.began_ns
+    talked_ns = 0 if answered_ns is None else ended_ns - answered_ns
+    return msgspec.structs.replace(
+        row,
+        codec=call.codec if answered_ns is not None else "",
+        session=figures.session,
+        waited_ms=waited_ns // NS_PER_MS,
+        talked_ms=talked_ns // NS_PER_MS,
+        held_ms=figures.held_ms,
+        ended=wall_stamp(),
+        why=call.why,
+        digits=figures.digits,
+        transfer_to=sent_on.target,
+        transfer_by=sent_on.by,
+        transfer=sent_on.outcome,
+        recording="" if call.tape is None else str(call.tape.path),
+        frames=figures.frames,
+        whole=figures.whole,
+        concealed_ms=figures.concealed_ms,
+        noise_ms=figures.noise_ms,
+        delivered=figures.delivered,
+        late=figures.late,
+        filled=figures.filled,
+        discarded=figures.discarded,
+        underruns=figures.underruns,
+        rx_packets=int(stats.get("rx_packets", 0)),
+        rx_lost=int(stats.get("jbuf_lost", 0)),
+        tx_packets=int(stats.get("tx_packets", 0)),
+        tx_lost=int(stats.get("rtcp_tx_lost", 0)),
+        rtt_ms=stats.get("rtcp_rtt_us", 0) / 1000,
+        rx_jitter_ms=stats.get("rtcp_rx_jitter_us", 0) / 1000,
+        tx_jitter_ms=stats.get("rtcp_tx_jitter_us", 0) / 1000,
+        rx_late=int(stats.get("jbuf_late", 0)),
+        rx_disordered=int(stats.get("jbuf_oos", 0)),
+        figures=msgspec.json.encode(figures).decode(),
+    )
 
 
 class Records:
@@ -165,13 +243,23 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
     table = sqlite3.connect(path, timeout=5)
     try:
         version = table.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
+        if version > VERSION:
             table.close()
             aside = path.with_suffix(f".v{version}{path.suffix}")
             path.rename(aside)
             logger.warning("%s has version %d and was moved to %s", path, version, aside)
             table = sqlite3.connect(path, timeout=5)
             version = 0
+        if 0 < version < VERSION:
+            have = {row[1] for row in table.execute("PRAGMA table_info (calls)")}
+            for name in COLUMNS:
+                if name not in have:
+                    default = {int: "0", float: "0.0"}.get(Row.__annotations__[name], "''")
+                    table.execute(
+                        f"ALTER TABLE calls ADD COLUMN {name} {_kind(name)} DEFAULT {default}"
+                    )
+            table.execute(f"PRAGMA user_version = {VERSION}")
+            table.commit()
         if version == 0:
             table.execute("PRAGMA journal_mode = WAL")
             columns = ", ".join(f"{name} {_kind(name)}" for name in COLUMNS)
@@ -192,7 +280,9 @@ def _kind(name: str) -> str:
 def _insert(table: sqlite3.Connection, rows: list[Row]) -> None:
     marks = ", ".join("?" * len(COLUMNS))
     values = [tuple(getattr(row, name) for name in COLUMNS) for row in rows]
-    table.executemany(f"INSERT OR REPLACE INTO calls VALUES ({marks})", values)
+    # By name: a table that was given columns later has them in another order.
+    names = ", ".join(COLUMNS)
+    table.executemany(f"INSERT OR REPLACE INTO calls ({names}) VALUES ({marks})", values)
 
 
 def _trim(table: sqlite3.Connection) -> None:

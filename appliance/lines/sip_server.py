@@ -18,11 +18,13 @@ import msgspec
 from appliance import control, status
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
 from appliance.lines import sip_stack
-from appliance.lines.boxes import Boxes
+from appliance.lines.boxes import Boxes, News
 from appliance.lines.limits import Bucket
 from appliance.lines.sip_call import Limits, PhoneCall, Verb
 from appliance.lines.sip_config import SipAccount, SipConfig
-from appliance.lines.sip_records import Records, Row
+from appliance.lines.sip_extras import ExtrasMaker
+from appliance.lines.sip_recorder import Recorded
+from appliance.lines.sip_records import Records, Row, number_of, row_at_end
 from appliance.lines.sip_stack import Event, Incoming, Stack
 from appliance.lines.web_pace import TickTimes
 from appliance.log import Seldom
@@ -68,7 +70,8 @@ class SipServer:
     ) -> None:
         """socket: of the box, or a folder of several. boxes: connected; closed by the server.
 
-        line: what boxes are told the line is.
+        line: what boxes are told the line is. Raises `OSError` or `WavError` for what
+        recording needs.
         """
         self._config = config
         self._socket = socket
@@ -80,12 +83,19 @@ class SipServer:
         self._room = room
         self._accounts = {account.user: account for account in config.accounts}
         self._limits = Limits(
-            config.lead_ms * NS_PER_MS, config.media_timeout_s * NS_PER_S, config.hold_s * NS_PER_S
+            config.lead_ms * NS_PER_MS,
+            config.media_timeout_s * NS_PER_S,
+            config.hold_s * NS_PER_S,
+            config.transfer_to,
         )
         self._run_id = secrets.token_hex(4)
         self._calls: dict[int, PhoneCall] = {}
         self._legs: dict[int, PhoneCall] = {}
         self._rows: dict[int, Row] = {}
+        self._recorded_rows: dict[str, Row] = {}
+        """Of calls that are over and whose recording is being finished."""
+        self._operators: set[int] = set()
+        """Calls that an operator has had transferred, and the box has not been told."""
         self._numbers = 0
         self._sources: dict[str, Bucket] = {}
         self._boxes: Boxes | None = None
@@ -95,10 +105,13 @@ class SipServer:
         self.counts = dict.fromkeys(("calls", "answered", "refused", "limited", "unknown"), 0)
         self._refused = Seldom(logger, logging.INFO)
         self._ended = Seldom(logger, logging.INFO)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._extras = ExtrasMaker(config, clock, self._recorded)
         self._use(boxes)
 
     async def run(self) -> str:
         """Take calls until `stop` has been called and the last one is over; why it ended if not."""
+        self._loop = asyncio.get_running_loop()
         await self._stack.start(self._hear)
         logger.info("taking calls at %s for %s", self._config.listen, ", ".join(self._accounts))
         watching = asyncio.create_task(self._watch())
@@ -116,7 +129,9 @@ class SipServer:
             if self._boxes is not None:
                 self._boxes.close()
             for number, call in self._calls.items():
-                self._write(number, call)
+                call.lost("this line stopped", self._clock.now_ns())
+                self._records.write(self._row(number, call))
+            self._extras.close()
             self._records.close()
         return self._trouble
 
@@ -164,6 +179,7 @@ class SipServer:
             case sip_stack.Closed():
                 del self._legs[event.leg]
                 call.closed(event.why, event.stats, now_ns)
+                self._tell_operator(call)
             case sip_stack.Digit():
                 call.digit(event.digit, now_ns)
                 self._say("digit", call, digit=event.digit)
@@ -171,8 +187,14 @@ class SipServer:
                 call.held(event.is_held, now_ns)
                 self._say("hold" if event.is_held else "resume", call)
             case sip_stack.TransferEnded():
-                logger.info("call %d was not transferred: %s", call.number, event.why)
-                self._say("not transferred", call, why=event.why)
+                self._transfer_ended(event, call, now_ns)
+
+    def _transfer_ended(self, event: sip_stack.TransferEnded, call: PhoneCall, now_ns: int) -> None:
+        call.transfer_ended(event.why, event.is_done, now_ns)
+        self._tell_operator(call)
+        what = "transferred" if event.is_done else "not transferred"
+        logger.info("call %d %s to %s: %s", call.number, what, call.sent_on.target, event.why)
+        self._say(what, call, target=call.sent_on.target, why=event.why)
 
     def _incoming(self, event: Incoming, now_ns: int) -> None:
         self.counts["calls"] += 1
@@ -194,6 +216,7 @@ class SipServer:
             self._times,
             now_ns,
             self._line,
+            self._extras.make(f"{self._run_id}-{self._numbers}", account),
         )
         self._calls[call.number] = self._legs[event.leg] = call
         self._rows[call.number] = row = Row(
@@ -202,6 +225,9 @@ class SipServer:
             line=self._line,
             account=account.user,
             caller=event.caller,
+            name=event.name,
+            number=number_of(event.caller),
+            voice=account.voice,
             call_id=event.call_id,
             source=event.source,
         )
@@ -237,7 +263,8 @@ class SipServer:
                 call.hang_up("this line stops", now_ns)
         try:
             if boxes is not None:
-                boxes.deal(self._calls)
+                for news in boxes.deal(self._calls):
+                    self._hear_operator(news)
             else:
                 for call in self._calls.values():
                     call.advance(now_ns)
@@ -262,17 +289,21 @@ class SipServer:
             case Verb.HANG_UP:
                 self._stack.hang_up(leg)
             case Verb.TRANSFER:
-                self._say("transfer", call, target=target)
+                self._say("transfer", call, target=target, by=call.sent_on.by)
                 self._stack.transfer(leg, target)
 
     def _finish(self, number: int, call: PhoneCall) -> None:
-        self._write(number, call)
+        row = self._row(number, call)
+        self._records.write(row)
+        if (tape := call.tape) is not None:
+            self._recorded_rows[tape.name] = row
         del self._calls[number], self._rows[number]
+        self._operators.discard(number)
         self._legs.pop(call.incoming.leg, None)
         figures = msgspec.json.encode(call.figures()).decode()
         now_ns = self._clock.now_ns()
         self._ended.say(now_ns, "call %d over: %s %s", number, call.why, figures)
-        self._say("ended", call, why=call.why)
+        self._say("ended", call, why=call.why, talked_ms=row.talked_ms, recording=row.recording)
 
     def _has_stopped(self) -> bool:
         return self._stop_ns is not None and not self._calls
@@ -283,6 +314,30 @@ class SipServer:
         self._boxes = boxes
         self._welcome = boxes.welcome
         self._times = TickTimes(boxes.welcome.period_ns)
+        self._extras.use(boxes.welcome)
+
+    def _hear_operator(self, news: News) -> None:
+        """Somebody wants something of a call, by way of its box."""
+        call = self._calls[news.call]
+        match news.message:
+            case control.WasReset():
+                call.began_anew()
+            case control.Transfer() as wish:
+                why = call.transfer(wish.target, "operator")
+                self._operators.add(call.number)
+                self._tell_operator(call, why)
+
+    def _tell_operator(self, call: PhoneCall, why_not: str = "") -> None:
+        """What became of a transfer that came by way of the box, once it is known."""
+        sent_on = call.sent_on
+        if call.number not in self._operators or (sent_on.is_under_way and not why_not):
+            return
+        self._operators.discard(call.number)
+        is_done = sent_on.is_done and not why_not
+        detail = f"transferred to {sent_on.target}" if is_done else why_not or sent_on.outcome
+        if self._boxes is not None:
+            said = control.Transferred(0, call.session, is_done, detail[:200])
+            self._boxes.send(call.number, said)
 
     def _lose(self, why: str) -> None:
         logger.warning("no box: %s; %d calls ended", why, len(self._calls))
@@ -327,38 +382,38 @@ class SipServer:
 
     # --- what is left of a call
 
-    def _write(self, number: int, call: PhoneCall) -> None:
-        figures, stats = call.figures(), call.stats
-        ended_ns = call.ended_ns or self._clock.now_ns()
-        answered_ns = call.talked_from_ns
-        waited_ns = (answered_ns or ended_ns) - call.began_ns
-        talked_ns = 0 if answered_ns is None else ended_ns - answered_ns
-        row = msgspec.structs.replace(
-            self._rows[number],
-            session=figures.session,
-            waited_ms=waited_ns // NS_PER_MS,
-            talked_ms=talked_ns // NS_PER_MS,
-            held_ms=figures.held_ms,
-            ended=wall_stamp(),
-            why=call.why,
-            digits=figures.digits,
-            frames=figures.frames,
-            whole=figures.whole,
-            concealed_ms=figures.concealed_ms,
-            noise_ms=figures.noise_ms,
-            delivered=figures.delivered,
-            late=figures.late,
-            filled=figures.filled,
-            discarded=figures.discarded,
-            underruns=figures.underruns,
-            rx_packets=int(stats.get("rx_packets", 0)),
-            rx_lost=int(stats.get("jbuf_lost", 0)),
-            tx_packets=int(stats.get("tx_packets", 0)),
-            tx_lost=int(stats.get("rtcp_tx_lost", 0)),
-            rtt_ms=stats.get("rtcp_rtt_us", 0) / 1000,
-            figures=msgspec.json.encode(figures).decode(),
+    def _row(self, number: int, call: PhoneCall) -> Row:
+        return row_at_end(self._rows[number], call, self._clock.now_ns())
+
+    def _recorded(self, recorded: Recorded) -> None:
+        """The recorder's thread has finished a file."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hear_recorded, recorded)
+
+    def _hear_recorded(self, recorded: Recorded) -> None:
+        row = self._recorded_rows.pop(recorded.name, None)
+        if recorded.trouble:
+            logger.warning("recording %s: %s", recorded.path, recorded.trouble)
+        if row is None:
+            return
+        path = str(recorded.path) if recorded.seconds else ""
+        done = msgspec.structs.replace(
+            row, recording=path, recorded_ms=round(recorded.seconds * 1000)
         )
-        self._records.write(row)
+        self._records.write(done)
+        self._hook(
+            {
+                "event": "recorded",
+                "call": row.id,
+                "account": row.account,
+                "caller": row.caller,
+                "call_id": row.call_id,
+                "session": row.session,
+                "recording": path,
+                "seconds": round(recorded.seconds, 3),
+                "trouble": recorded.trouble,
+            }
+        )
 
     def _say(self, what: str, call: PhoneCall, **more: object) -> None:
         self._hook(

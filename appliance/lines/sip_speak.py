@@ -17,6 +17,7 @@ from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
 from appliance.frame_ring import DownlinkHeader, Outcome, Receipt
 from appliance.lines.playout import Played, Playout
 from appliance.lines.sip_figures import Took
+from appliance.lines.sip_recorder import Tape
 from appliance.lines.sip_stack import Media
 from appliance.lines.speex import Stretches, stretcher
 from appliance.lines.transmit import Lead
@@ -45,8 +46,12 @@ class Speaking:
         lead_ns: int,
         times: TickTimes,
         took: Took,
+        tape: Tape | None = None,
     ) -> None:
-        """times: what ticks took, shared by all calls of a box. took: to be added to."""
+        """times: what ticks took, shared by all calls of a box. took: to be added to.
+
+        tape: hears what the caller hears.
+        """
         self.phase: Phase | None = None
         self.lead = Lead(lead_ns)
         self.outcomes = dict.fromkeys(Outcome, 0)
@@ -59,6 +64,7 @@ class Speaking:
         self._media = media
         self._times = times
         self._took = took
+        self._tape = tape
         self._playout: Playout[_Reply] = Playout(
             session, generation, grid.period_ns, grid.period_ns
         )
@@ -152,6 +158,8 @@ class Speaking:
             return frame.outcome, -1
         self._took.made_to_queued.append(now_ns - reply.header.made_ns)
         waited_ns = queued_ns + plan.pad_ns
+        if self._tape is not None:
+            self._tape.heard(reply.pcm, now_ns + waited_ns)
         self._took.queued.append(waited_ns)
         return (Outcome.LATE if plan.is_late else frame.outcome), waited_ns
 

@@ -27,6 +27,8 @@ class Incoming:
     """What the peer calls this call, for comparing with its own records."""
     source: str = ""
     """The address it came from, as far as the stack knows."""
+    name: str = ""
+    """What the caller is called, as the peer says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """A transfer was refused; a successful one closes the call."""
+    """What became of a transfer. One that is done closes the call, and is said before that."""
 
     leg: int
     why: str
+    """In the peer's words, such as "486 Busy Here"."""
+    is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,10 @@ class Media(Protocol):
     in_hz: int
     """Rate of what `read` gave last; 0 before there was anything."""
 
+    @property
+    def codec(self) -> str:
+        """What the call's audio travels in, as far as it is known; empty: it is not."""
+
     def format(self) -> Format | None:
         """None while there is no audio: before it begins, while it is negotiated anew, after."""
 
@@ -130,7 +138,7 @@ class Stack(Protocol):
         """End an answered call; `Closed` follows."""
 
     def transfer(self, leg: int, target: str) -> None:
-        """Ask the peer to call ``target`` instead; `Closed` or `TransferEnded` follows."""
+        """Ask the peer to call ``target`` instead; `TransferEnded` or `Closed` follows."""
 
     def media(self, leg: int) -> Media:
         """The call's audio."""

@@ -21,6 +21,8 @@ WELCOME = control.Welcome(1, "/b", "m", False, "", 80_000_000, 24_000, 1920, 5, 
         control.Join(1, "file", "Ann", {"sampling.seed": 4.0}),
         control.Leave(3, "tired"),
         control.Status(9),
+        control.Transfer(1, 2, "sip:desk@pbx"),
+        control.Transferred(0, 2, True, "gone"),
     ],
 )
 def test_a_message_to_the_box_survives_the_wire(message: control.ToBox) -> None:

@@ -1,11 +1,12 @@
 """The table [sip]: what starts and what is refused, with the words an operator needs."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from appliance.config import DEFAULT, Config, ConfigError, parse
-from appliance.lines.sip_config import SipAccount, SipConfig
+from appliance.lines.sip_config import SipAccount, SipConfig, SipRecording
 
 HEAD = '[engine]\nbundle = "b"\n[sip]\n'
 
@@ -24,8 +25,8 @@ def test_the_file_that_init_writes_has_it_as_a_comment_that_says_what_the_defaul
     block = DEFAULT[DEFAULT.index("#[sip]") :]
     found = sip(block.replace("\n#", "\n").removeprefix("#[sip]"))
     for name in SipConfig.__struct_fields__:
-        assert name == "accounts" or f"\n#{name} = " in block
-    for name in SipAccount.__struct_fields__:
+        assert name in ("accounts", "recording") or f"\n#{name} = " in block
+    for name in (*SipAccount.__struct_fields__, *SipRecording.__struct_fields__):
         assert f"\n#{name} = " in block
     account = SipAccount(
         user="bot",
@@ -39,12 +40,14 @@ def test_the_file_that_init_writes_has_it_as_a_comment_that_says_what_the_defaul
         accounts=(account,),
         tls_ca=Path("/etc/ssl/certs/ca-certificates.crt"),
         hook=Path("/etc/duplexbox/sip-hook"),
+        recording=SipRecording(announce=Path("/etc/duplexbox/recorded.wav")),
     )
 
 
 def test_a_pbx_and_who_may_call() -> None:
     found = sip(
         'listen = "10.0.0.5:5060"\nallow = ["10.0.0.0/24"]\n'
+        'transfer_to = ["sip:d*@pbx"]\n'
         '[[sip.accounts]]\nuser = "bot"\ndomain = "pbx:5060"\nregister = true\n'
         'password_file = "/etc/duplexbox/bot.password"\ncodecs = ["g722", "pcma"]\n'
         'voice = "alto"\nmax_s = 600\n[sip.accounts.digits]\n0 = "sip:desk@pbx"\n"*" = "hang-up"\n'
@@ -95,10 +98,29 @@ BOT = 'accounts = [{ user = "bot" }]\n'
             'listen = "127.0.0.1:5060"\naccounts = [{ user = "a", digits = { 1 = "desk" } }]\n',
             'expected "hang-up" or an address',
         ),
+        (
+            'listen = "127.0.0.1:5060"\naccounts = [{ user = "a", digits = { 1 = "sip:d@p" } }]\n',
+            'add it to the list: [sip] transfer_to = ["sip:d@p"]',
+        ),
+        (
+            'listen = "127.0.0.1:5060"\ntransfer_to = ["sip:e@p"]\n'
+            'accounts = [{ user = "a", words = { "one moment" = "sip:d@p" } }]\n',
+            'words "one moment": sip:d@p is not allowed',
+        ),
+        (
+            'listen = "127.0.0.1:5060"\n'
+            'accounts = [{ user = "a", words = { "?!" = "hang-up" } }]\n',
+            "holds no word",
+        ),
+        (
+            'listen = "127.0.0.1:5060"\naccounts = [{ user = "a", record = true }]\n',
+            "needs [sip.recording]",
+        ),
+        ('listen = "127.0.0.1:5060"\ntransfer_to = ["everybody"]\n' + BOT, "is no address"),
         ('listen = "127.0.0.1:5060"\naccounts = [{ user = "a;b" }]\n', "accounts"),
         ('listen = "127.0.0.1:5060"\ntypo = 1\n' + BOT, "typo"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_reason(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
         sip(text)

@@ -48,7 +48,8 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowBox]:
 @pytest.fixture(scope="module")
 def running(box: SlowBox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     folder = tmp_path_factory.mktemp("line")
-    with line(folder, box.path, "media_timeout_s = 3", DIGITS) as made:
+    extra = 'media_timeout_s = 3\ntransfer_to = ["sip:desk@127.0.0.1:9"]'
+    with line(folder, box.path, extra, DIGITS) as made:
         sleep(1.2)  # the box has been asked how it is, and that socket is closed again
         made.sockets = sockets(made)
         yield made

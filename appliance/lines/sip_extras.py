@@ -1,0 +1,72 @@
+"""What calls of some accounts get besides: rules for words, an announcement, a recording.
+
+Made once for a line; knows the config, the recorder and the model's text. What any of them does is
+in its own module.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from appliance import control
+from appliance.clock import NS_PER_MS, Clock
+from appliance.lines import sip_announce
+from appliance.lines.sip_announce import Announcing
+from appliance.lines.sip_call import Extras
+from appliance.lines.sip_config import SipAccount, SipConfig
+from appliance.lines.sip_recorder import Recorded, Recorder
+from appliance.lines.sip_words import Words
+from appliance.lines.transcript import PiecesError, read_pieces
+
+logger = logging.getLogger(__name__)
+
+
+class ExtrasMaker:
+    """One line's. `use` comes first, and again when a box is found again."""
+
+    def __init__(
+        self, config: SipConfig, clock: Clock, recorded: Callable[[Recorded], None]
+    ) -> None:
+        """recorded: called by a thread. Raises `OSError` or `WavError`."""
+        self.recorder: Recorder | None = None
+        self._announcement: tuple[NDArray[np.float32], int] | None = None
+        self._pieces: list[str] = []
+        self._silent: tuple[int, ...] = ()
+        self._has_words = any(account.words for account in config.accounts)
+        if config.recording is not None and any(account.record for account in config.accounts):
+            announce: Path | None = config.recording.announce
+            if announce is not None:
+                self._announcement = sip_announce.read(announce)
+            self.recorder = Recorder(config.recording, clock, recorded)
+
+    def use(self, welcome: control.Welcome) -> None:
+        """The model is this box's."""
+        if self.recorder is not None:
+            self.recorder.frames(welcome.samples_per_frame, welcome.sample_rate_hz)
+        if self._has_words:
+            self._silent = welcome.silent_ids
+            try:
+                self._pieces = read_pieces(welcome.pieces)
+            except PiecesError as err:
+                logger.warning("rules for words do nothing: %s", err)
+
+    def make(self, name: str, account: SipAccount) -> Extras:
+        """For one call. name: of its recording."""
+        words = None
+        if account.words:
+            grace_ns = account.words_grace_ms * NS_PER_MS
+            words = Words(account.words, self._pieces, self._silent, grace_ns)
+        if not account.record or self.recorder is None:
+            return Extras(words)
+        announcing = None
+        if self._announcement is not None:
+            announcing = Announcing(*self._announcement)
+        return Extras(words, announcing, self.recorder.tape(name))
+
+    def close(self) -> None:
+        """Finish what is recorded."""
+        if self.recorder is not None:
+            self.recorder.close()

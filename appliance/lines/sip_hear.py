@@ -1,0 +1,144 @@
+"""What the model hears of a telephone caller: which audio is which tick's frame.
+
+Decides when the stack's audio is read and when a frame is handed in; `receive` decides what is in
+one. What the stack has is read every `READ_NS`, brought to the model's rate and put into `receive`,
+which gives one frame for every tick, handed in `LEAD_NS` before it. A tick that has begun is left
+out, and so is one for which the box still has a frame: what waits there would be lag for ever.
+"""
+
+import numpy as np
+
+from appliance.channel import Channel
+from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
+from appliance.frame_ring import DownlinkHeader, UplinkHeader
+from appliance.lines.receive import ReceiveBuffer
+from appliance.lines.sip_figures import Took
+from appliance.lines.sip_recorder import Tape
+from appliance.lines.sip_stack import Media
+from appliance.lines.speex import Stretches, stretcher
+
+LEAD_NS = 20 * NS_PER_MS
+"""How long before a tick its frame is handed in: what this process may be late by, and what it
+needs for all calls' frames."""
+
+READ_NS = 10 * NS_PER_MS
+"""How often audio is looked for: half a packet, so that a hole is found where it is."""
+
+PAY_BACK_TICKS = 6
+"""So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
+
+
+class Hearing:
+    """One call's way in. Everything takes the time as an argument."""
+
+    def __init__(
+        self,
+        samples: int,
+        rate_hz: int,
+        seed: int,
+        media: Media,
+        took: Took,
+        tape: Tape | None,
+        now_ns: int,
+    ) -> None:
+        """samples, rate_hz: of the model's frames. took: to be added to. tape: hears it, too."""
+        self.receive = ReceiveBuffer(samples, rate_hz, seed=seed)
+        self.sent = 0
+        """Frames handed in."""
+        self.overslept = 0
+        self.paid_back = 0
+        self.heard_ns = now_ns
+        """When something last came of the caller."""
+        self._rate_hz = rate_hz
+        self._media = media
+        self._took = took
+        self._tape = tape
+        self._in: tuple[int, Stretches] | None = None
+        """Rate of the call's audio, and what brings it to the model's."""
+        self._tick = 0
+        """The tick whose frame is handed in next."""
+        self._meant: dict[int, tuple[int, int]] = {}
+        """By uplink frame_index: the tick it was meant for and when its last sample arrived."""
+        self._behind = 0
+        self._pay_back = False
+        self._read_ns = now_ns
+        self._arrived_ns: int | None = None
+
+    @property
+    def rate_in_hz(self) -> int:
+        """Of the caller's audio; 0 before there was any."""
+        return 0 if self._in is None else self._in[0]
+
+    def begin(self, grid: TickGrid, now_ns: int) -> None:
+        """The model hears the caller from now on."""
+        self.heard_ns = self._read_ns = now_ns
+        self._tick = grid.tick_at(now_ns + LEAD_NS) + 1
+
+    def leave_out(self, now_ns: int) -> None:
+        """What the caller says meanwhile is heard by nobody."""
+        if self._media.read().size:
+            self.heard_ns = now_ns
+
+    def read(self, grid: TickGrid, now_ns: int) -> None:
+        """What the caller said since the last time, into the receive buffer."""
+        if now_ns < self._read_ns:
+            return
+        self._read_ns = (now_ns // READ_NS + 1) * READ_NS
+        pcm = self._media.read()
+        rate_hz = self._media.in_hz
+        if not pcm.size or not rate_hz:
+            return
+        self.heard_ns = now_ns
+        if self._in is None or self._in[0] != rate_hz:
+            self._in = (rate_hz, stretcher(rate_hz, self._rate_hz))
+        audio = pcm.astype(np.float32) / np.float32(32_768)
+        self._arrived_ns = now_ns
+        take_ns = self._take_ns(grid)
+        self.receive.push(self._in[1].push(audio, self.receive.ppm), now_ns, take_ns)
+
+    def hand_in(self, channel: Channel, grid: TickGrid, now_ns: int) -> None:
+        """Every frame whose time has come."""
+        while self._take_ns(grid) <= now_ns:
+            tick, start_ns = self._tick, grid.start_ns(self._tick)
+            self._tick += 1
+            if now_ns >= start_ns or self._pay_back:
+                self._leave_out_tick(start_ns, has_begun=now_ns >= start_ns)
+                continue
+            # Of a caller who has said nothing yet, the noise is as old as this moment.
+            arrived_ns = now_ns if self._arrived_ns is None else self._arrived_ns
+            pcm = self.receive.take(now_ns)
+            arrived_ns -= self.receive.held_samples * NS_PER_S // self._rate_hz
+            if self._tape is not None:
+                self._tape.said(pcm, arrived_ns)
+            if not channel.uplink.put(UplinkHeader(self.sent, 0, arrived_ns), pcm):
+                continue  # the box does not read: it is stopping, or stuck, and will be heard of
+            self._meant[self.sent] = (tick, arrived_ns)
+            self._meant.pop(self.sent - 64, None)
+            self._took.arrived_to_tick.append(start_ns - arrived_ns)
+            self.sent += 1
+
+    def came_back(self, header: DownlinkHeader) -> None:
+        """The model made a frame. Those that wait in the ring on every tick: leave one out."""
+        meant = self._meant.get(header.heard)
+        if meant is None:
+            return
+        self._behind = self._behind + 1 if header.tick > meant[0] else 0
+        if self._behind >= PAY_BACK_TICKS:
+            self._pay_back = True
+
+    def arrived_ns(self, heard: int) -> int | None:
+        """When the last sample of uplink frame ``heard`` came, if that is known still."""
+        meant = self._meant.get(heard)
+        return None if meant is None else meant[1]
+
+    def _take_ns(self, grid: TickGrid) -> int:
+        return grid.start_ns(self._tick) - LEAD_NS
+
+    def _leave_out_tick(self, start_ns: int, *, has_begun: bool) -> None:
+        if has_begun:
+            self.overslept += 1
+        else:
+            self._pay_back, self._behind = False, 0
+            self.paid_back += 1
+        if self._tape is not None:
+            self._tape.said(None, start_ns)
