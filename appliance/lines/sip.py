@@ -9,13 +9,12 @@ counts them.
 
 import argparse
 import asyncio
-import json
+import faulthandler
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,24 +25,16 @@ from appliance.config import EXIT_CONFIG, ConfigError
 from appliance.lines.boxes import Boxes
 from appliance.lines.limits import Bucket
 from appliance.lines.sip_config import SipConfig
+from appliance.lines.sip_supervisor import BEAT_NS, BUSY, IDLE, Supervisor, bind_to_supervisor
 
 if TYPE_CHECKING:
-    from appliance.lines.sip_server import Hook
+    from appliance.lines.sip_baresip import BaresipStack
+    from appliance.lines.sip_server import SipServer
 
 logger = logging.getLogger(__name__)
 
 NICENESS = -11
 """Of the worker, where the machine allows it, as of the websocket line: what sound servers ask."""
-
-AGAIN_S = (0.1, 0.5, 1.0)
-"""Before a worker that died is started again: the first, second, ... time within `CALM_S`."""
-LONG_S = 10.0
-"""And after that."""
-CALM_S = 60
-
-HOOKS_PER_S, HOOKS_BURST, HOOKS_MOST = 50, 200, 16
-"""How often a hook is started; how many may run at once. What is more is counted and left out."""
-
 
 SAID_PER_S, SAID_BURST = 1, 30
 """Lines of the stack's own in the log."""
@@ -68,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the records of calls from that day on, such as 20260131, and end; all: all",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--beat", type=int, default=-1, metavar="FD", help=argparse.SUPPRESS)
 
 
 def run_sip(args: argparse.Namespace) -> int:
@@ -83,12 +75,13 @@ def run_sip(args: argparse.Namespace) -> int:
     log.set_up(verbose=args.verbose)
     socket = args.socket or config.control.socket
     if args.worker:
-        return _work(config.sip, socket, args.drain, args.verbose)
+        bind_to_supervisor(config.sip.most)
+        return _work(config.sip, socket, args.drain, args.verbose, args.beat)
     command = [sys.executable, "-m", "duplexbox", "appliance", "sip", "--worker"]
     command += ["--config", str(args.config), "--socket", str(socket), "--drain", str(args.drain)]
     if args.verbose:
         command.append("--verbose")
-    return Supervisor(command).run()
+    return Supervisor(command, config.sip.most).run()
 
 
 def _print_records(path: Path, since: str) -> int:
@@ -119,51 +112,9 @@ class Calm(logging.Filter):
         return said
 
 
-class Supervisor:
-    """Keeps one worker process running until it is told to stop."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._stopping = False
-        self._clock = MonotonicClock()
-
-    def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
-        deaths: deque[int] = deque()
-        while True:
-            # In a group of its own, so that Ctrl-C reaches it once, through us.
-            self._worker = subprocess.Popen(self._command, start_new_session=True)
-            if self._stopping:
-                self._worker.terminate()
-            code = self._worker.wait()
-            if self._stopping or code in (0, 2, EXIT_CONFIG):
-                return max(0, code)
-            now_ns = self._clock.now_ns()
-            while deaths and now_ns - deaths[0] > CALM_S * NS_PER_S:
-                deaths.popleft()
-            again_s = AGAIN_S[len(deaths)] if len(deaths) < len(AGAIN_S) else LONG_S
-            deaths.append(now_ns)
-            logger.error("the telephone line ended with %d; again in %.1f s", code, again_s)
-            self._wait(again_s)
-            if self._stopping:
-                return 0
-
-    def _wait(self, seconds: float) -> None:
-        """Sleep, unless a signal to stop comes."""
-        until_ns = self._clock.now_ns() + int(seconds * NS_PER_S)
-        while not self._stopping and (now_ns := self._clock.now_ns()) < until_ns:
-            self._clock.sleep_until(min(until_ns, now_ns + NS_PER_S // 20))
-
-    def _stop(self, *_: object) -> None:
-        if self._worker is not None and self._worker.poll() is None:
-            self._worker.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
-        self._stopping = True
-
-
-def _work(config: SipConfig, socket: Path, drain_s: int, verbose: bool) -> int:
-    """The worker: everything but being kept alive."""
+def _work(config: SipConfig, socket: Path, drain_s: int, verbose: bool, beat: int) -> int:
+    """The worker: everything but being kept alive. beat: where to say that it is well."""
+    faulthandler.enable()
     try:
         boxes = Boxes.connect(socket, MonotonicClock())
     except control.BoxGone as err:
@@ -171,16 +122,20 @@ def _work(config: SipConfig, socket: Path, drain_s: int, verbose: bool) -> int:
     except control.ControlError as err:
         return _fail(str(err), 2)
     try:
-        return asyncio.run(_serve(config, socket, boxes, drain_s, verbose))
+        return asyncio.run(_serve(config, socket, boxes, drain_s, verbose, beat))
     except ModuleNotFoundError as err:
         return _fail(f"{err.name} is not installed. Install it: pip install 'duplexbox[sip]'", 2)
 
 
-async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, verbose: bool) -> int:
+async def _serve(
+    config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, verbose: bool, beat: int
+) -> int:
     import sqlite3
 
     from appliance.lines.sip_baresip import BaresipStack
     from appliance.lines.sip_health import Health
+    from appliance.lines.sip_hook import ProgramHook
+    from appliance.lines.sip_recorder import RecorderError
     from appliance.lines.sip_records import LOST, Records
     from appliance.lines.sip_server import SipServer
     from appliance.lines.sip_stack import StackError
@@ -191,6 +146,7 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, ve
         logging.getLogger("baresip.native").addFilter(calm)
     stack = BaresipStack(config, verbose=verbose)
     health = Health(config.health, also=stack.show_room)
+    hook = None if config.hook is None else ProgramHook(config.hook, MonotonicClock())
     try:
         records = Records(config.records)
         if records.lost:
@@ -202,15 +158,18 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, ve
             stack,
             records,
             MonotonicClock(),
-            hook=_hook(config.hook),
+            hook=hook,
             room=health.show,
         )
+    except RecorderError as err:
+        return _fail(str(err), EXIT_CONFIG)
     except (OSError, sqlite3.Error) as err:
         return _fail(f"[sip] records = {config.records}: {err}", EXIT_CONFIG)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: server.stop(within_ns=drain_s * NS_PER_S))
     _ask_for_niceness()
+    beating = loop.create_task(_beat(beat, stack, server))
     try:
         await health.start()
         trouble = await server.run()
@@ -219,7 +178,10 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, ve
     except OSError as err:
         return _fail(f"[sip] health = {config.health}: {err}", EXIT_CONFIG)
     finally:
+        beating.cancel()
         health.close()
+    if hook is not None:
+        await hook.settle()
     logger.info(
         "calls since the start: %s; datagrams dropped: %d; lines of the stack left out: %d",
         server.counts,
@@ -229,35 +191,18 @@ async def _serve(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int, ve
     return _fail(trouble, 1) if trouble else 0
 
 
-def _hook(program: Path | None) -> "Hook | None":
-    """What starts ``program`` with one JSON object on its standard input; nothing waits for it."""
-    if program is None:
-        return None
-    bucket = Bucket(HOOKS_PER_S, HOOKS_BURST)
-    clock = MonotonicClock()
-    running: set[asyncio.Task[None]] = set()
-
-    async def start(event: dict[str, object]) -> None:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                str(program), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-            )
-            await asyncio.wait_for(process.communicate(json.dumps(event).encode()), 30)
-        except TimeoutError:
-            process.kill()
-            logger.warning("hook %s ran for longer than 30 s and was killed", program)
-        except OSError as err:
-            logger.warning("hook %s could not be started: %s", program, err)
-
-    def hook(event: dict[str, object]) -> None:
-        if len(running) >= HOOKS_MOST or not bucket.take(1, clock.now_ns()):
-            logger.warning("hook %s was left out for %s", program, event.get("event"))
-            return
-        task = asyncio.get_running_loop().create_task(start(event))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-    return hook
+async def _beat(pipe: int, stack: "BaresipStack", server: "SipServer") -> None:
+    """Say that this process is well, for as long as its stack answers; end if nobody listens."""
+    every_s = BEAT_NS / NS_PER_S / 10  # until it has started
+    while pipe >= 0:
+        if await stack.answers():
+            every_s = BEAT_NS / NS_PER_S
+            try:
+                os.write(pipe, BUSY if server.calls else IDLE)
+            except OSError:
+                logger.error("the supervisor is gone")
+                os._exit(1)
+        await asyncio.sleep(every_s)
 
 
 def _ask_for_niceness() -> None:

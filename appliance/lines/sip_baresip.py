@@ -12,9 +12,10 @@ pinned to one (`pyproject.toml`): what is said here was found by running it. Lea
 """
 
 import asyncio
-import itertools
 import logging
+import re
 import socket
+import threading
 from collections.abc import Callable, Coroutine
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -23,21 +24,29 @@ from typing import Any, Literal
 import baresip
 import numpy as np
 from baresip import Account, Call, Config, Runtime, UserAgent
+from baresip._native import lib
 from numpy.typing import NDArray
 
+from appliance.clock import MonotonicClock
 from appliance.lines import sip_filter, sip_stack
 from appliance.lines.sip_config import CODECS, SipAccount, SipConfig, endpoint
+from appliance.lines.sip_login import Login
 from appliance.lines.sip_stack import Event, Format, StackError
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = (2, 5, 15, 30, 60)
-"""After so long a refused registration is tried again, the last for ever."""
+ANSWERS_S = 2.0
 
 READ_BYTES = 16_384
 SAMPLE_BYTES = 2
 NOBODY = IPv4Network("255.255.255.255/32")
 NOTHING = np.zeros(0, np.int16)
+
+SPOKEN = {8_000: "g711", 16_000: "g722", 48_000: "opus"}
+"""The codec by the rate it has here; the stack does not name it."""
+
+SENT_ON = "Call transfered"
+"""How the stack says that it closed a call because its transfer was answered."""
 
 
 class BaresipMedia:
@@ -48,6 +57,10 @@ class BaresipMedia:
         self._audio = call.audio
         self._channels = (0, 0)
         """In and out; 0: to be asked."""
+
+    @property
+    def codec(self) -> str:
+        return SPOKEN.get(self.in_hz, "")
 
     def format(self) -> Format | None:
         try:
@@ -94,6 +107,8 @@ class BaresipStack:
         self._config = config
         self._verbose = verbose
         self._runtime = Runtime()
+        # What it calls on its own thread when its sockets are there, before it reads from them.
+        self._runtime._ready = _Gate(self._shut)
         self._agents: dict[int, SipAccount] = {}
         self._calls: dict[int, Call] = {}
         self._legs: dict[int, int] = {}
@@ -104,6 +119,10 @@ class BaresipStack:
         self._options_dropped = False
         self._media_sockets: set[str] = set()
         """That have a filter, by what /proc calls them."""
+        self._logins: dict[int, Login] = {}
+        self._wanted: dict[int, asyncio.Future[str]] = {}
+        """By account that is to be logged in: set to why it is not any more."""
+        self._clock = MonotonicClock()
         self._dropped = 0
         """Datagrams, as of the end."""
 
@@ -118,8 +137,6 @@ class BaresipStack:
         self._runtime.subscribe(self._on_event)
         try:
             await self._runtime.start(_settings(config, self._verbose))
-            # A call that came before we listen to its account would ring for ever.
-            self._filter(closed=True)
             agents = []
             for account, theirs in accounts:
                 agent = await UserAgent.create(self._runtime, theirs, transfer_policy="reject")
@@ -129,7 +146,7 @@ class BaresipStack:
             self._filter()
             for account, agent in agents:
                 if account.register:
-                    self._do(self._register(account, agent))
+                    self._do(self._stay_logged_in(account, agent))
         except (baresip.BaresipError, OSError) as err:
             raise StackError(
                 f"the SIP stack does not start: {err}. Is {config.listen} an address of this "
@@ -154,6 +171,14 @@ class BaresipStack:
 
     def media(self, leg: int) -> BaresipMedia:
         return BaresipMedia(self._calls[leg])
+
+    async def answers(self) -> bool:
+        """Whether its thread does what it is told to; False until it has been started."""
+        try:
+            await self._runtime.cmd(lib.BP_CMD_PING, timeout=ANSWERS_S)
+        except baresip.BaresipError:
+            return False
+        return True
 
     def show_room(self, has_room: bool) -> None:
         """Let OPTIONS go unanswered while there is none."""
@@ -186,15 +211,14 @@ class BaresipStack:
         source = via.partition(" ")[2].partition(";")[0].rpartition(":")[0]
         account = self._agents[call._ua_handle]
         peer, call_id = call.peer or "", call.call_id or ""
-        self._hear(sip_stack.Incoming(leg, account.user, peer, call_id, source))
+        name = _display_name(call.headers.get("From", ""))
+        self._hear(sip_stack.Incoming(leg, account.user, peer, call_id, source, name))
 
     def _on_event(self, event: baresip.StackEvent) -> None:
         leg = self._legs.get(event.call)
         kind = event.event
         if kind in (baresip.Event.REGISTER_OK, baresip.Event.REGISTER_FAIL):
-            if (account := self._agents.get(event.ua)) is not None:
-                is_ok = kind is baresip.Event.REGISTER_OK
-                self._hear(sip_stack.Registration(account.user, is_ok, event.text or ""))
+            self._registered(event.ua, kind is baresip.Event.REGISTER_OK, event.text or "")
         elif leg is None:
             return
         elif kind is baresip.Event.CALL_ESTABLISHED:
@@ -202,6 +226,8 @@ class BaresipStack:
             self._hear(sip_stack.Established(leg))
         elif kind is baresip.Event.CALL_CLOSED:
             del self._calls[leg], self._legs[event.call]
+            if event.text == SENT_ON:
+                self._hear(sip_stack.TransferEnded(leg, "answered", is_done=True))
             self._hear(sip_stack.Closed(leg, event.text or "closed", _stats(event.stats)))
         elif kind is baresip.Event.CALL_DTMF_START and event.text:
             self._hear(sip_stack.Digit(leg, event.text[:1]))
@@ -226,24 +252,57 @@ class BaresipStack:
 
     async def _transfer(self, leg: int, call: Call, target: str) -> None:
         try:
-            await call.transfer(target)
-        except baresip.BaresipError as err:
+            await call.transfer(target)  # done: its CALL_CLOSED has been heard
+        except baresip.TransferFailed as err:
+            words = f"{err.status} {err.reason}" if err.status else str(err)
+            self._hear(sip_stack.TransferEnded(leg, words))
+        except (baresip.BaresipError, ValueError) as err:
             self._hear(sip_stack.TransferEnded(leg, str(err)))
 
-    async def _register(self, account: SipAccount, agent: UserAgent) -> None:
-        for after_s in itertools.chain(AGAIN_S, itertools.repeat(AGAIN_S[-1])):
+    async def _stay_logged_in(self, account: SipAccount, agent: UserAgent) -> None:
+        self._logins[agent.handle] = login = Login()
+        while True:
+            self._wanted[agent.handle] = over = asyncio.get_running_loop().create_future()
             try:
                 await agent.register()
-                return  # from now on the stack renews it
+                why = await over  # the stack renews it until that fails
             except baresip.BaresipError as err:
-                logger.warning(
-                    "account %s is not registered at %s: %s; again in %d s",
-                    account.user,
-                    account.domain,
-                    err,
-                    after_s,
-                )
+                why = str(err)
+            del self._wanted[agent.handle]
+            was_on, after_s = login.is_on, login.failed()
+            logger.warning(
+                "account %s is not registered at %s: %s; again in %d s",
+                account.user,
+                account.domain,
+                why,
+                after_s,
+            )
+            if was_on:
+                await _quietly(agent.unregister())
             await asyncio.sleep(after_s)
+
+    def _registered(self, handle: int, is_ok: bool, why: str) -> None:
+        """The stack has heard of a registrar; nothing is said of what does not change."""
+        over = self._wanted.get(handle)
+        if over is None or over.done():
+            return
+        login = self._logins[handle]
+        was_on = login.is_on
+        if is_ok:
+            rush = login.accepted(self._clock.now_ns())
+            if rush:
+                over.set_result(rush)
+        elif was_on:
+            over.set_result(why)
+        if is_ok != was_on:
+            self._hear(sip_stack.Registration(self._agents[handle].user, is_ok, why))
+
+    def _shut(self) -> None:
+        """Let nobody in until there are accounts: a call before that rings for ever or is 404."""
+        try:
+            self._filter(closed=True)
+        except OSError as err:
+            logger.error("%s", err)  # `start` meets it again
 
     def _filter(self, *, closed: bool = False) -> None:
         """Tell the kernel who may send us anything; closed: nobody. Raises `OSError`."""
@@ -258,6 +317,7 @@ class BaresipStack:
                 sip_filter.attach(connection, sip_filter.program(networks, drop_options=drop))
                 if closed and is_udp:
                     sip_filter.make_room(connection)
+                    sip_filter.empty(connection)
 
     def _filter_media(self) -> None:
         """The same for the sockets of a call's audio, which are bound to all addresses."""
@@ -269,6 +329,18 @@ class BaresipStack:
         with sip_filter.own_sockets("", 0, among=among, known=self._media_sockets) as sockets:
             for connection in sockets:
                 sip_filter.attach(connection, sip_filter.program(networks))
+
+
+class _Gate(threading.Event):
+    """Does something else first, on the thread that sets it."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        super().__init__()
+        self._first = first
+
+    def set(self) -> None:
+        self._first()
+        super().set()
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:
@@ -303,7 +375,7 @@ def _settings(config: SipConfig, verbose: bool) -> Config:
         net_interface=str(address),
         max_concurrent_calls=config.most,
         rtp_timeout=config.media_timeout_s,
-        expose_headers=("Via",),
+        expose_headers=("Via", "From"),
         sip_trace=verbose,
         native_log_level="debug" if verbose else "warning",
         extra_config_text="\n".join(lines) + "\n",
@@ -330,6 +402,14 @@ def _account(account: SipAccount, config: SipConfig) -> Account:
         audio_codecs=tuple(CODECS[codec] for codec in account.codecs),
         extra_params=tuple(extra),
     )
+
+
+def _display_name(header: str) -> str:
+    """Of a From header: '"Ann B." <sip:...>' -> 'Ann B.'; what cannot be printed is left out."""
+    name = header.partition("<")[0].strip() if "<" in header else ""
+    if name.startswith('"'):
+        name = re.sub(r"\\(.)", r"\1", name[1:].rpartition('"')[0])
+    return "".join(char for char in name if char.isprintable())[:100]
 
 
 def _password(path: Path) -> str:

@@ -121,6 +121,13 @@ def make_room(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WAITING_BYTES)
 
 
+def empty(connection: socket.socket) -> None:
+    """Throw away what came before there was a filter."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection.recv(1, socket.MSG_DONTWAIT)
+
+
 @contextlib.contextmanager
 def own_sockets(
     address: str, port: int, *, among: range | None = None, known: set[str] | None = None
