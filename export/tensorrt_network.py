@@ -29,6 +29,10 @@ RECIPE = 1
 NO_FUSED_KERNEL = "not supported by a dedicated kernel"
 """What TensorRT says of attention it could only run decomposed."""
 
+NO_TACTIC, FEWEST_ROWS, HEAD_STEP = "def_tactic_desc", 4, 8
+"""What tensorrt_rtx 1.7.1 says of attention it cannot build in any way, and what it can: heads
+times sessions from 4 on, with heads of 8, 16, ... Found by trying, in every dtype."""
+
 Progress = Callable[[str, int, int], None]
 """(phase, step, steps) of the innermost phase that has begun."""
 
@@ -106,6 +110,12 @@ def build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
             strict = False
             continue
         said = log.errors[-1] if log.errors else "no reason was given"
+        if NO_TACTIC in said and (narrow := _too_narrow(attentions, wanted.profiles)):
+            raise NotBuilt(
+                f"stage {stage.name}: {trt.__name__} {trt.__version__} has no kernel for attention "
+                f"of {narrow}. Use a model with {FEWEST_ROWS} heads or more, each a multiple of "
+                f"{HEAD_STEP} wide, or run this bundle on the CUDA executor, which needs no plans"
+            )
         raise NotBuilt(
             f"stage {stage.name} was parsed but {trt.__name__} {trt.__version__} could not build "
             f"it for batches of {described(wanted.profiles)}: {said}. Change the shape it names "
@@ -290,6 +300,19 @@ def _choose_kernels(trt: Any, attentions: dict[str, Any], strict: bool) -> Atten
         attention.decomposable = not (half and strict)
         found.add("strict" if half and strict else "decomposable")
     return "decomposable" if "decomposable" in found else "strict"
+
+
+def _too_narrow(attentions: Mapping[str, Any], profiles: Sequence[Profile]) -> str:
+    """Which attention `NO_TACTIC` is about, in a clause; empty when none is that narrow."""
+    fewest = min(profile.smallest for profile in profiles)
+    for attention in attentions.values():
+        _, heads, _, head_dim = attention.get_input(0).shape
+        if head_dim % HEAD_STEP:
+            return f"heads of {head_dim}"
+        if heads * fewest < FEWEST_ROWS:
+            many, sessions = "s" * (heads != 1), "s" * (fewest != 1)
+            return f"{heads} head{many} for {fewest} session{sessions}"
+    return ""
 
 
 def updated_in_place(trt: Any, network: Any) -> frozenset[str]:

@@ -197,6 +197,41 @@ def test_attention_may_be_decomposed_only_where_it_must(
     assert all(0 <= step <= max(steps, step) for _, step, steps in seen)
 
 
+@pytest.mark.parametrize(
+    ("heads", "head", "smallest", "words"),
+    [
+        (2, 8, 1, "attention of 2 heads for 1 session"),
+        (1, 8, 3, "attention of 1 head for 3 sessions"),
+        (4, 12, 1, "attention of heads of 12"),
+        (2, 8, 2, ""),
+        (4, 8, 1, ""),
+    ],
+)
+def test_attention_too_narrow_for_any_kernel_is_refused_with_what_would_do(
+    tmp_path: Path, heads: int, head: int, smallest: int, words: str
+) -> None:
+    """One query a session over 8 keys, as the depth transformer's. Fails here on the day that
+    another TensorRT builds them: then the sentence can go."""
+    wide = heads * head
+    inputs = tuple(
+        TensorSpec(name, "float32", ("B", rows, wide))
+        for name, rows in {"q": 1, "k": 8, "v": 8}.items()
+    )
+    outputs = (TensorSpec("y", "float32", ("B", 1, wide)),)
+    stage = StageSpec("attend", inputs, outputs, graph="stages/attend.onnx")
+    counts = {"q_num_heads": heads, "kv_num_heads": heads}
+    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], **counts)
+    only = (plans.Profile(smallest, smallest, smallest),)
+    wanted = replace(graph(tmp_path, [node], stage), profiles=only)
+    if not words:
+        assert network.build(trt, wanted, lambda *_: None).plan.nbytes > 1000
+        return
+    with pytest.raises(NotBuilt) as caught:
+        network.build(trt, wanted, lambda *_: None)
+    assert words in str(caught.value)
+    assert "4 heads or more, each a multiple of 8 wide" in str(caught.value)
+
+
 def test_a_compute_capability_the_builder_lacks_is_refused(tmp_path: Path) -> None:
     wanted = replace(attend(tmp_path, 64, "float32"), compute_capability="9.0")
     with pytest.raises(NotBuilt, match=r"has no compute capability 9\.0.*--target list"):
