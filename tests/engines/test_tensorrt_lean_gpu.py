@@ -27,6 +27,7 @@ PLANS = {
     "cut short": FOREIGN[: len(FOREIGN) // 2],
     "with its middle zeroed": FOREIGN[:64] + bytes(len(FOREIGN) - 128) + FOREIGN[-64:],
     "of another program": b"\x7fELF" * 4096,
+    "damaged behind TensorRT's own first word": b"ftrt" + FOREIGN[4:],
     "empty": b"",
 }
 
