@@ -40,6 +40,8 @@ class EngineConfig(_Table, frozen=True):
     """Which one, as nvidia-smi counts them. One box per GPU."""
     kernels: Path = Path("/var/lib/duplexbox/kernels")
     """Where kernels compiled for this machine's GPU are kept; written at the first start."""
+    check_golden: bool = True
+    """On a GPU, hold every stage to the bundle's golden data at each start: part of a second."""
 
 
 class ClockConfig(_Table, frozen=True):
@@ -192,6 +194,7 @@ slots = 0                              # sessions at once; 0: the bundle's large
 executor = "auto"                      # "cpu", "cuda" or "tensorrt" (an NVIDIA GPU), "auto"
 gpu = 0                                # which one, as nvidia-smi counts; one box per GPU
 kernels = "/var/lib/duplexbox/kernels" # compiled for this machine's GPU at the first start
+check_golden = true                    # on a GPU, compare with the bundle's golden data first
 
 [clock]
 catch_up_ms = 80        # after an overrun, run a tick if it ends within this after its deadline
@@ -250,6 +253,7 @@ within_s = 30           # how long the margins of ticks may take to feed a newco
 #health = ""                  # ADDRESS:PORT where OPTIONS is 200 while there is room, else 503
 #transfer_to = []             # who may be called on, such as "sip:desk@pbx.example", "sip:2*@..."
 #tls_ca = "/etc/ssl/certs/ca-certificates.crt"   # whom we trust over TLS
+#tls_certificate = "/etc/duplexbox/box.pem"      # ours and its key, for TLS at the next port
 #records = "/var/lib/duplexbox/sip.sqlite"       # one row per call
 #hook = "/etc/duplexbox/sip-hook"                # started with JSON for what happens
 #[[sip.accounts]]
@@ -260,6 +264,9 @@ within_s = 30           # how long the margins of ticks may take to feed a newco
 #auth_user = ""               # the name to log in with, if it is not user
 #transport = "udp"            # or tcp, tls
 #srtp = "off"                 # or optional, mandatory; with tls
+#proxy = ""                   # where to register and call through, if not the domain itself
+#any_number = false           # also calls to numbers that no account has: a trunk's account
+#stun = ""                    # behind a router: who says our address outside: "stun:stun.example"
 #codecs = ["opus", "g722", "pcma", "pcmu"]       # best first
 #persona = ""                 # who the model is for these callers
 #voice = ""

@@ -14,10 +14,15 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from appliance.clock import NS_PER_MS, MonotonicClock
 from appliance.config import EngineConfig
 from engines.bundle import Bundle, BundleError
 from engines.executor import Executor
+
+if TYPE_CHECKING:
+    from engines.cuda_executor import CudaExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +96,7 @@ def _cuda(bundle: Bundle, config: EngineConfig, slots: int) -> Engine:
         executor = kind(bundle, err.most, options)
     except PlansError as err:
         raise BundleError(str(err)) from None
+    _check(executor, config)
     use = executor.memory()
     logger.info(
         "engine: %s on %s, gpu=%d slots=%d used_mb=%d of_mb=%d full_mb=%d",
@@ -99,6 +105,23 @@ def _cuda(bundle: Bundle, config: EngineConfig, slots: int) -> Engine:
     )
     name = executor.runs_on if kind is not CudaExecutor else f"{executor.runs_on} {_version()}"
     return Engine(executor, name, use.for_sessions, executor.gpu, driver_version())
+
+
+def _check(executor: "CudaExecutor", config: EngineConfig) -> None:
+    """Hold what was opened to golden data, or say that nobody did. Raises `ParityFailed`."""
+    from engines import parity
+
+    if not config.check_golden:
+        logger.info("golden data: not compared, because [engine] check_golden = false")
+        return
+    clock = MonotonicClock()
+    began_ns = clock.now_ns()
+    try:
+        found = parity.check(executor)
+    except parity.ParityFailed:
+        executor.close()
+        raise
+    logger.info("golden data: %s; in %d ms", found, (clock.now_ns() - began_ns) // NS_PER_MS)
 
 
 def available_memory_bytes() -> int:

@@ -46,20 +46,31 @@ def draw(seed: int, region: RegionSpec, ages: Sequence[int]) -> NDArray[Any]:
     kind = CODED.get(region.dtype, np.float32)
     out = np.full((len(ages), *region.shape), region.fill, kind)
     for row, age in enumerate(ages):
-        if not age:
-            continue
-        key = np.frombuffer(_digest(seed, region.name, row), dtype="<u8")
-        values = math.prod(region.shape)
-        words = np.random.Philox(key=key).random_raw(-(-values // 8)).astype("<u8", copy=False)
-        levels = words.view(np.int8)[:values].reshape(region.shape)
-        reached = [slice(None)] * len(region.shape)
-        if region.clock.kind is ClockKind.RING:
-            reached[region.clock.axis] = slice(0, region.clock.valid_rows(age))
-        if is_coded(region):
-            out[row][tuple(reached)] = _codes(levels[tuple(reached)], kind)
-        else:
-            np.multiply(levels[tuple(reached)], STEP, out=out[row][tuple(reached)])
+        if age:
+            out[row][_reached(region, age)] = draw_reached(seed, region, row, age)
     return out
+
+
+def draw_reached(seed: int, region: RegionSpec, row: int, age: int) -> NDArray[Any]:
+    """The part of a region that session ``row`` has reached, ``age`` ticks old: of a ring its
+    valid rows, else all of it. Costs what that part is long where rows follow one another.
+    """
+    key = np.frombuffer(_digest(seed, region.name, row), dtype="<u8")
+    reached, shape = _reached(region, age), region.shape
+    if all(length == 1 for length in shape[: region.clock.axis]):
+        shape = np.empty(shape, np.bool_)[reached].shape  # nothing beyond it need be drawn
+    values = math.prod(shape)
+    words = np.random.Philox(key=key).random_raw(-(-values // 8)).astype("<u8", copy=False)
+    levels = words.view(np.int8)[:values].reshape(shape)[reached]
+    if is_coded(region):
+        return _codes(levels, CODED[region.dtype])
+    return np.multiply(levels, STEP)
+
+
+def _reached(region: RegionSpec, age: int) -> tuple[slice, ...]:
+    if region.clock.kind is not ClockKind.RING:
+        return (slice(None),) * len(region.shape)
+    return (*[slice(None)] * region.clock.axis, slice(0, region.clock.valid_rows(age)))
 
 
 def _codes(levels: NDArray[np.int8], kind: type[np.generic]) -> NDArray[Any]:
