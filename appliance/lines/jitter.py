@@ -131,10 +131,15 @@ class Intake:
             self.cut_samples += self._held.size - most
             self._held = self._held[self._held.size - most :]
 
-    def take(self, now_ns: int) -> NDArray[np.float32] | None:
+    @property
+    def is_whole(self) -> bool:
+        """A frame may be taken earlier than planned: there is one, and it is not the first."""
+        return self.started and self._held.size >= self.samples
+
+    def take(self, now_ns: int, early_ns: int = 0) -> NDArray[np.float32] | None:
         """The frame of this tick, (S,) float32 of the caller's to keep; None: there is none.
 
-        Call it once a tick, at the time that `push` was told.
+        Call it once a tick, at the time that `push` was told, or ``early_ns`` before it.
         """
         if not self.started and not self._begin(now_ns):
             return None
@@ -144,7 +149,8 @@ class Intake:
             self.skip()
             return None
         frame, self._held = self._held[: self.samples], self._held[self.samples :]
-        self._left.append(int(self._held.size))
+        # As much as will have been left at the time that was planned.
+        self._left.append(int(self._held.size) + early_ns * self.rate_hz // NS_PER_S)
         self._cut()
         return frame.copy()
 
@@ -194,7 +200,7 @@ class Intake:
         least = min(self._left)
         if least * NS_PER_S <= self._cut_ns * self.rate_hz:
             return
-        drop = least - self._keep  # the steering does the rest
+        drop = min(least - self._keep, self._held.size)  # the steering does the rest
         fade = min(FADE_SAMPLES, self._held.size - drop)
         rise = np.linspace(0.0, 1.0, fade, dtype=np.float32)
         rest = self._held[drop:].copy()

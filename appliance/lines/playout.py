@@ -123,14 +123,20 @@ class Playout(Generic[Frame]):
         self._held[index] = _Held(header, arrived_ns, frame)
         return None
 
-    def due(self, now_ns: int) -> tuple[list[Played[Frame]], list[Receipt]]:
+    def due(
+        self, now_ns: int, *, at_once: bool = False
+    ) -> tuple[list[Played[Frame]], list[Receipt]]:
         """Everything whose playout time has come: what is heard, and the receipts of it.
 
-        After a pause it returns all the frames that were due meanwhile, in order.
+        After a pause it returns all the frames that were due meanwhile, in order. at_once: those
+        in hand whose turn it is as well; for a caller who keeps a playout buffer of its own, so
+        that the playout time is only when a frame is given up.
         """
         played: list[Played[Frame]] = []
         receipts: list[Receipt] = []
-        while (playout_ns := self.next_due_ns) is not None and playout_ns <= now_ns:
+        while (playout_ns := self.next_due_ns) is not None and (
+            playout_ns <= now_ns or (at_once and self.next_index in self._held)
+        ):
             index = self.next_index
             self.next_index += 1
             held = self._held.pop(index, None)

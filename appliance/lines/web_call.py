@@ -36,12 +36,15 @@ from appliance.lines.web_reply import POLL_NS, Meant, Replies
 from appliance.lines.web_voice import VOICES, Voice
 from appliance.lines.wire import Ending, Wish
 
-LEAD_NS, MOST_LEAD_NS = 6 * NS_PER_MS, 24 * NS_PER_MS
-"""How long before a tick its frame is handed in: what this event loop may be late by, and what
-that may grow to on a machine where it is."""
+RESERVE_NS, MOST_RESERVE_NS = 14 * NS_PER_MS, 80 * NS_PER_MS
+"""How long a caller's audio waits for its tick: what network, client and this event loop may be
+late by, all together, without the model missing a frame; grows where that is too little."""
 
-SPARE_NS, MOST_SPARE_NS = 10 * NS_PER_MS, 60 * NS_PER_MS
-"""What a client's network may be late by without the caller losing a frame; grows where it is."""
+PUT_NS = NS_PER_MS
+"""A frame that is whole so long before its tick is still handed in."""
+
+OPEN_NS = 10 * NS_PER_MS
+"""A tick has taken its frame so long after its start; then the next one's may be handed in."""
 
 ANSWER_NS = 10 * NS_PER_S
 PRIMED_NS = 600 * NS_PER_S
@@ -119,11 +122,8 @@ class WebCall:
         self._voice: Voice = VOICES[subprotocol]()
         self._pulse = Pulse() if subprotocol else None
         self._stretch = Stretcher(self._voice.rate_hz, welcome.sample_rate_hz)
-        self._lead = Cushion(LEAD_NS, MOST_LEAD_NS)
-        self._spare = Cushion(SPARE_NS, MOST_SPARE_NS)
-        self._intake = Intake(
-            self._samples, welcome.sample_rate_hz, welcome.period_ns, self._spare.held_ns
-        )
+        self._reserve = Cushion(RESERVE_NS, MOST_RESERVE_NS)
+        self._intake = Intake(self._samples, welcome.sample_rate_hz, welcome.period_ns, RESERVE_NS)
         self._rate_hz = welcome.sample_rate_hz
         self._times = times or TickTimes(welcome.period_ns)
         self._text = PieceText(pieces, welcome.silent_ids)
@@ -199,6 +199,8 @@ class WebCall:
                 self._dropped_pages += 1
                 continue
             self._intake.push(self._stretch.push(pcm, self._intake.ppm), now_ns, self._take_ns)
+        if self.state is State.TALKING:
+            self._hand_in(now_ns)
 
     def disconnect(self, now_ns: int) -> None:
         """The client has gone, or its connection has; nothing can be sent any more."""
@@ -240,7 +242,7 @@ class WebCall:
             self._pulse,
         )
         self.state = State.TALKING
-        self._tick = self._grid.tick_at(now_ns + self._lead.held_ns) + 1
+        self._tick = self._grid.tick_at(now_ns + PUT_NS) + 1
         self._heard_ns = now_ns
         self._say(wire.HANDSHAKE, now_ns)
         if self._wish.notes:
@@ -315,7 +317,8 @@ class WebCall:
 
     @property
     def _take_ns(self) -> int:
-        return self._grid.start_ns(self._tick) - self._lead.held_ns
+        """The last moment for the next frame."""
+        return self._grid.start_ns(self._tick) - PUT_NS
 
     def _ask(self, now_ns: int) -> None:
         if not self._asked:
@@ -330,37 +333,44 @@ class WebCall:
             self._close(Ending.LOADING, "the box did not answer", now_ns)
 
     def _hand_in(self, now_ns: int) -> None:
-        assert self._channel is not None
-        while self._take_ns <= now_ns:
-            tick, start_ns, take_ns = self._tick, self._grid.start_ns(self._tick), self._take_ns
-            self._tick += 1
+        """Each tick's frame as soon as it is whole: who waits for its time may oversleep it."""
+        while True:
+            start_ns = self._grid.start_ns(self._tick)
             if now_ns >= start_ns:  # the tick has begun without it
                 self._overslept += self._intake.started
-                self._lead.too_small(now_ns)
+                self._reserve.too_small(now_ns)
                 self._intake.skip()
-                continue
-            if self._pay_back:
-                self._pay_back, self._behind = False, 0
-                self._paid_back += 1
-                self._intake.skip()
-                continue
-            arrived_ns, missed = self._intake.arrived_ns, self._intake.short
-            pcm = self._intake.take(take_ns)
-            if self._intake.short > missed:
-                self._spare.too_small(now_ns)
-            self._intake.spare_ns = self._spare.at(now_ns)
-            self._lead.at(now_ns)
-            if pcm is None:
-                continue
-            # What is still held came later than the frame's own last sample, as the sound flies.
-            rate_hz = self._intake.rate_hz
-            arrived_ns -= self._intake.held_samples * NS_PER_S // rate_hz
-            if not self._channel.uplink.put(UplinkHeader(self._sent, 0, arrived_ns), pcm):
-                continue  # the box does not read: it is stopping, or stuck, and will be heard of
-            self._handed_in[self._sent] = Meant(tick, arrived_ns)
-            self._handed_in.pop(self._sent - 64, None)
-            self._arrived_to_tick.append(start_ns - arrived_ns)
-            self._sent += 1
+            elif now_ns >= self._take_ns or (
+                self._intake.is_whole and now_ns >= self._grid.start_ns(self._tick - 1) + OPEN_NS
+            ):
+                self._take(start_ns, now_ns)
+            else:
+                return
+            self._tick += 1
+
+    def _take(self, start_ns: int, now_ns: int) -> None:
+        assert self._channel is not None
+        intake = self._intake
+        if self._pay_back:
+            self._pay_back, self._behind = False, 0
+            self._paid_back += 1
+            intake.skip()
+            return
+        arrived_ns, short = intake.arrived_ns, intake.short
+        pcm = intake.take(now_ns, max(0, self._take_ns - now_ns))
+        if intake.short > short:
+            self._reserve.too_small(now_ns)
+        intake.spare_ns = self._reserve.at(now_ns)
+        if pcm is None:
+            return
+        # What is still held came later than the frame's own last sample, as the sound flies.
+        arrived_ns -= intake.held_samples * NS_PER_S // intake.rate_hz
+        if not self._channel.uplink.put(UplinkHeader(self._sent, 0, arrived_ns), pcm):
+            return  # the box does not read: it is stopping, or stuck, and will be heard of
+        self._handed_in[self._sent] = Meant(self._tick, arrived_ns)
+        self._handed_in.pop(self._sent - 64, None)
+        self._arrived_to_tick.append(start_ns - arrived_ns)
+        self._sent += 1
 
     def _notice_backlog(self, header: DownlinkHeader) -> None:
         """Frames that wait in the ring on every tick are lag for ever: leave one out."""

@@ -74,7 +74,11 @@ class Replies:
         self._pulse = pulse
         self._to_client = Resampler(rate_hz, RATE_HZ, Quality.LIVE)
         self._playout: Playout[_Reply] = Playout(*stamp, grid.period_ns, grid.period_ns)
-        self._phase = Phase(grid.period_ns, times.expected_ns, follows=pulse is not None)
+        # A page of ours steers a buffer of its own by when frames come, so they go as they are
+        # made; what both held back would add up. The published ones would stutter.
+        self._at_once = pulse is not None
+        expected_ns = grid.period_ns if self._at_once else times.expected_ns
+        self._phase = Phase(grid.period_ns, expected_ns, follows=False)
         self._first_tick = 0
         self._receipts: deque[Receipt] = deque()
         self._encoded = 0
@@ -119,7 +123,7 @@ class Replies:
     def send(self, now_ns: int, handed_in: Mapping[int, Meant]) -> list[bytes]:
         """Messages whose time has come. Call `collect` with the same time first."""
         self._wait_for_next(now_ns)
-        played, receipts = self._playout.due(now_ns)
+        played, receipts = self._playout.due(now_ns, at_once=self._at_once)
         for receipt in receipts:
             self._owe(receipt)
         return [m for frame in played for m in self._messages(frame, now_ns, handed_in)]
@@ -176,8 +180,6 @@ class Replies:
         self.took.made_to_sent.append(now_ns - header.made_ns)
         if meant is not None:
             self.took.arrived_to_sent.append(now_ns - meant.arrived_ns)
-        if earlier_ns := self._phase.sent(now_ns - header.made_ns):
-            self._playout.postpone(-earlier_ns)
         if words := self._text.hear(header.text):
             messages.append(wire.text(words))
         if self._pulse is not None:

@@ -443,7 +443,7 @@ def test_ticks_the_line_overslept_are_left_out_and_nothing_queues(sim: Sim) -> N
     sim.run(2000)
     waiting = []
     sim.at_ms += 500  # the process slept; the box did not tick for us meanwhile
-    sim.run(sim.at_ms + 3000)
+    sim.run(T0_MS + 70 * PERIOD_MS + 5)  # a tick has just taken its frame
     waiting.append(sim.channel.uplink.waiting)
     assert waiting == [0]
     assert 5 <= sim.call.figures().overslept <= 7
@@ -453,10 +453,10 @@ def test_a_backlog_the_box_built_up_is_paid_back(sim: Sim) -> None:
     sim.admit()
     sim.run(2000)
     sim.backlog = 2  # two ticks were missed: two frames will wait from now on
-    sim.run(2200)
+    sim.run(T0_MS + 26 * PERIOD_MS + 5)  # a tick has just taken its frame
     sim.backlog = 0
     assert sim.channel.uplink.waiting == 2
-    sim.run(4000)
+    sim.run(T0_MS + 50 * PERIOD_MS + 5)
     assert sim.channel.uplink.waiting == 0
     assert sim.call.figures().paid_back == 2
     assert sim.concealed == 2
