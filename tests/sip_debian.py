@@ -1,6 +1,6 @@
 """Debian's own telephones and proxies for tests: SIPp, baresip, Kamailio, as child processes.
 
-    apt-get install --no-install-recommends sip-tester baresip-core kamailio
+    apt-get install --no-install-recommends sip-tester baresip-core kamailio kamailio-tls-modules
 
 All on the loopback, in a folder the test gives. What is missing fails its test with that line.
 """
@@ -19,9 +19,11 @@ import pytest
 import soundfile as sf
 from numpy.typing import NDArray
 
-from tests.sip_peer import free_port, now_s, sleep, ulaw_encode
+from tests.sip_peer import free_port, is_taken, now_s, sleep, ulaw_encode
 
-MISSING = "apt-get install --no-install-recommends sip-tester baresip-core kamailio"
+MISSING = (
+    "apt-get install --no-install-recommends sip-tester baresip-core kamailio kamailio-tls-modules"
+)
 
 
 def program(name: str) -> str:
@@ -139,6 +141,7 @@ module g722.so
 module opus.so
 module aufile.so
 module sndfile.so
+module srtp.so
 module_tmp account.so
 module_app menu.so
 snd_path {folder}/heard
@@ -147,7 +150,13 @@ rtp_ports 41000-42000
 
 
 def baresip(
-    folder: Path, port: int, codec: str, voice: NDArray[np.float32], rate_hz: int, seconds: int
+    folder: Path,
+    port: int,
+    codec: str,
+    voice: NDArray[np.float32],
+    rate_hz: int,
+    seconds: int,
+    srtp: str = "",
 ) -> tuple[NDArray[np.float32], int]:
     """Debian's baresip calls, plays ``voice`` and hangs up; what it heard, and at which rate.
 
@@ -160,16 +169,19 @@ def baresip(
     (folder / "config").write_text(
         BARESIP.format(port=free_port(), wav=wav, channels=1 + stereo, folder=folder)
     )
-    (folder / "accounts").write_text(f"<sip:me@127.0.0.1>;regint=0;audio_codecs={codec}\n")
+    secret = f";mediaenc={srtp}" if srtp else ""
+    (folder / "accounts").write_text(f"<sip:me@127.0.0.1>;regint=0;audio_codecs={codec}{secret}\n")
     command = [program("baresip"), "-f", str(folder), "-s", "-t", str(seconds)]
-    subprocess.run(
+    done = subprocess.run(
         [*command, "-e", f"d sip:bot@127.0.0.1:{port}"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
+        text=True,
         timeout=seconds + 30,
         check=False,
     )
-    (heard,) = (folder / "heard").glob("*-dec.wav")
+    heard = next((folder / "heard").glob("*-dec.wav"), None)
+    assert heard is not None, done.stdout + done.stderr
     pcm, found_hz = sf.read(heard, dtype="float32", always_2d=True)
     return np.ascontiguousarray(pcm[:, 0]), int(found_hz)
 
@@ -177,14 +189,44 @@ def baresip(
 # --- Kamailio
 
 
+KAMAILIO_TLS = """enable_tls=yes
+listen=tls:127.0.0.1:{port}
+loadmodule "tls.so"
+modparam("tls", "tls_method", "TLSv1.2+")
+modparam("tls", "certificate", "{folder}/its.pem")
+modparam("tls", "private_key", "{folder}/its.key")
+"""
+
+
+def certificate(folder: Path) -> Path:
+    """An authority of our own, ``authority.pem``, and one for 127.0.0.1 by it; the folder."""
+    folder.mkdir()
+    (folder / "names").write_text("subjectAltName = IP:127.0.0.1\n")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=authority "
+        "-keyout authority.key -out authority.pem",
+        "req -newkey rsa:2048 -nodes -subj /CN=127.0.0.1 -keyout its.key -out its.csr",
+        "x509 -req -in its.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 2 "
+        "-extfile names -out its.pem",
+    ):
+        subprocess.run(
+            [program("openssl"), *command.split()], cwd=folder, check=True, capture_output=True
+        )
+    return folder
+
+
 @contextmanager
-def kamailio(folder: Path, config: str) -> Iterator[int]:
-    """Run with ``config`` after the lines that every one of ours needs; its port."""
+def kamailio(folder: Path, config: str, *, tls: Path | None = None) -> Iterator[int]:
+    """Run with ``config`` after the lines that every one of ours needs; its port, UDP and TCP.
+
+    tls: where `certificate` put its own; then TLS is at the port after that.
+    """
     port = free_port()
     path = folder / "kamailio.cfg"
+    with_tls = "" if tls is None else KAMAILIO_TLS.format(port=port + 1, folder=tls)
     path.write_text(
-        "debug=1\nlog_stderror=yes\nchildren=2\nauto_aliases=no\ndisable_tcp=yes\n"
-        f"listen=udp:127.0.0.1:{port}\n" + config
+        "debug=1\nlog_stderror=yes\nchildren=2\nauto_aliases=no\n"
+        f"listen=udp:127.0.0.1:{port}\nlisten=tcp:127.0.0.1:{port}\n" + with_tls + config
     )
     with (folder / "kamailio.log").open("wb") as log:
         process = subprocess.Popen(
@@ -198,7 +240,7 @@ def kamailio(folder: Path, config: str) -> Iterator[int]:
         )
     try:
         until = now_s() + 15
-        while not _is_bound(port):
+        while not is_taken(port, socket.SOCK_DGRAM):
             assert process.poll() is None, (folder / "kamailio.log").read_text()
             assert now_s() < until, (folder / "kamailio.log").read_text()
             sleep(0.05)
@@ -206,12 +248,3 @@ def kamailio(folder: Path, config: str) -> Iterator[int]:
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(20)
-
-
-def _is_bound(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False

@@ -33,9 +33,22 @@ def sleep(seconds: float) -> None:
 
 
 def free_port() -> int:
-    """One that nobody has now, for UDP and TCP."""
-    with socket.create_server((HOST, 0)) as listener:
-        return int(listener.getsockname()[1])
+    """One that nobody has now, for UDP and TCP, with the next one, which is for TLS."""
+    while True:
+        with socket.create_server((HOST, 0)) as listener:
+            port = int(listener.getsockname()[1])
+            if not is_taken(port, socket.SOCK_DGRAM) and not is_taken(port + 1):
+                return port
+
+
+def is_taken(port: int, kind: int = socket.SOCK_STREAM) -> bool:
+    """By somebody on the loopback."""
+    with socket.socket(socket.AF_INET, kind) as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return True
+    return False
 
 
 def ulaw_decode(raw: bytes) -> NDArray[np.int16]:

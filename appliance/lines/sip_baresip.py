@@ -212,7 +212,8 @@ class BaresipStack:
         account = self._agents[call._ua_handle]
         peer, call_id = call.peer or "", call.call_id or ""
         name = _display_name(call.headers.get("From", ""))
-        self._hear(sip_stack.Incoming(leg, account.user, peer, call_id, source, name))
+        called = _address(call.headers.get("To", ""))
+        self._hear(sip_stack.Incoming(leg, account.user, peer, call_id, source, name, called))
 
     def _on_event(self, event: baresip.StackEvent) -> None:
         leg = self._legs.get(event.call)
@@ -228,7 +229,7 @@ class BaresipStack:
             del self._calls[leg], self._legs[event.call]
             if event.text == SENT_ON:
                 self._hear(sip_stack.TransferEnded(leg, "answered", is_done=True))
-            self._hear(sip_stack.Closed(leg, event.text or "closed", _stats(event.stats)))
+            self._hear(sip_stack.Closed(leg, _why(event.text or ""), _stats(event.stats)))
         elif kind is baresip.Event.CALL_DTMF_START and event.text:
             self._hear(sip_stack.Digit(leg, event.text[:1]))
         elif kind in (baresip.Event.CALL_HOLD, baresip.Event.CALL_RESUME):
@@ -306,11 +307,12 @@ class BaresipStack:
 
     def _filter(self, *, closed: bool = False) -> None:
         """Tell the kernel who may send us anything; closed: nobody. Raises `OSError`."""
-        address, port = endpoint("listen", self._config.listen)
+        address, _ = endpoint("listen", self._config.listen)
         networks = (NOBODY,) if closed else self._config.networks
-        with sip_filter.own_sockets(str(address), port) as sockets:
-            if not sockets:
-                raise OSError(f"nothing of ours is bound to {self._config.listen}")
+        ports = self._config.ports
+        with sip_filter.own_sockets(str(address), ports) as sockets:
+            if len(sockets) < 1 + len(ports):
+                raise OSError(f"not all of {self._config.listen} (ports {ports}) is ours")
             for connection in sockets:
                 is_udp = connection.type == socket.SOCK_DGRAM
                 drop = is_udp and self._options_dropped
@@ -326,7 +328,7 @@ class BaresipStack:
             return
         low, high = self._config.rtp_ports
         among = range(low, high + 2)
-        with sip_filter.own_sockets("", 0, among=among, known=self._media_sockets) as sockets:
+        with sip_filter.own_sockets("", (), among=among, known=self._media_sockets) as sockets:
             for connection in sockets:
                 sip_filter.attach(connection, sip_filter.program(networks))
 
@@ -355,10 +357,10 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
 
 def _settings(config: SipConfig, verbose: bool) -> Config:
     address, _ = endpoint("listen", config.listen)
-    transports: set[str] = {"udp", "tcp"} | {account.transport for account in config.accounts}
+    transports = ["udp", "tcp"] + ["tls"] * (len(config.ports) > 1)
     lines = [
         f"sip_listen {config.listen}",
-        f"sip_transports {','.join(sorted(transports))}",
+        f"sip_transports {','.join(transports)}",
         f"rtp_ports {config.rtp_ports[0]}-{config.rtp_ports[1]}",
         "audio_jitter_buffer_type adaptive",
         f"audio_jitter_buffer_ms {config.jitter_ms[0]}-{config.jitter_ms[1]}",
@@ -371,11 +373,13 @@ def _settings(config: SipConfig, verbose: bool) -> Config:
     ]
     if config.tls_ca is not None:
         lines.append(f"sip_cafile {config.tls_ca}")
+    if config.tls_certificate is not None:
+        lines.append(f"sip_certificate {config.tls_certificate}")
     return Config(
         net_interface=str(address),
         max_concurrent_calls=config.most,
         rtp_timeout=config.media_timeout_s,
-        expose_headers=("Via", "From"),
+        expose_headers=("Via", "From", "To"),
         sip_trace=verbose,
         native_log_level="debug" if verbose else "warning",
         extra_config_text="\n".join(lines) + "\n",
@@ -390,6 +394,10 @@ def _account(account: SipAccount, config: SipConfig) -> Account:
     extra = ["video_codecs=none"]
     if account.srtp != "off":
         extra.append("mediaenc=srtp" + ("-mand" if account.srtp == "mandatory" else ""))
+    if account.any_number:
+        extra.append("catchall=yes")
+    if account.stun:
+        extra += ["medianat=stun", f"stunserver={account.stun}"]
     address, port = endpoint("listen", config.listen)
     transport: Literal["udp", "tcp", "tls"] = account.transport
     return Account(
@@ -397,6 +405,7 @@ def _account(account: SipAccount, config: SipConfig) -> Account:
         domain=account.domain or f"{address}:{port}",
         password=password,
         auth_user=account.auth_user or None,
+        registrar=account.proxy or None,
         reg_interval=600 if account.register else 0,
         transport=transport,
         audio_codecs=tuple(CODECS[codec] for codec in account.codecs),
@@ -417,6 +426,17 @@ def _password(path: Path) -> str:
     if not text:
         raise ValueError(f"{path} holds no password on its first line")
     return text
+
+
+def _address(header: str) -> str:
+    """Of a To header: ``"Ann" <sip:30@pbx;x=1>;tag=2`` -> ``sip:30@pbx;x=1``."""
+    _, opened, rest = header.partition("<")
+    return (rest.partition(">")[0] if opened else header.partition(";")[0]).strip()
+
+
+def _why(text: str) -> str:
+    """Why a call ended, from what the stack says: of a BYE, what a socket would say."""
+    return "the caller hung up" if text.startswith("Connection reset by peer") else text or "closed"
 
 
 def _stats(groups: dict[str, Any]) -> dict[str, float]:

@@ -40,6 +40,12 @@ class SipAccount(_Table, frozen=True):
     transport: Literal["udp", "tcp", "tls"] = "udp"
     srtp: Literal["off", "optional", "mandatory"] = "off"
     """SDES keys, which only TLS keeps secret."""
+    any_number: bool = False
+    """Also takes calls to numbers that no account has: the one account of a trunk."""
+    proxy: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9.\-\[\]:;=]*$")] = ""
+    """Where to register and call through, if that is not the domain itself."""
+    stun: Annotated[str, Meta(max_length=200, pattern=r"^(stun:[A-Za-z0-9.\-\[\]:]+)?$")] = ""
+    """Behind a router: who says what our address is outside, such as "stun:stun.example:3478"."""
     codecs: Annotated[tuple[Codec, ...], Meta(min_length=1)] = ("opus", "g722", "pcma", "pcmu")
     """Best first."""
     persona: Annotated[str, Meta(max_length=8000)] = ""
@@ -132,6 +138,8 @@ class SipConfig(_Table, frozen=True):
     recording: SipRecording | None = None
     tls_ca: Path | None = None
     """Certificates of whom we trust over TLS."""
+    tls_certificate: Path | None = None
+    """Ours with its key, in one PEM file, for whoever connects over TLS at the port after ours."""
     records: Path = Path("/var/lib/duplexbox/sip.sqlite")
     """One row per call: who, when, how long, how it was."""
     hook: Path | None = None
@@ -157,6 +165,8 @@ class SipConfig(_Table, frozen=True):
         names = [account.user for account in self.accounts]
         if len(set(names)) < len(names):
             raise ValueError("accounts: two of them have the same user")
+        if sum(account.any_number for account in self.accounts) > 1:
+            raise ValueError("accounts: two of them have any_number = true; calls go to one")
         for entry in self.transfer_to:
             if sip_transfer.address(entry) is None:
                 raise ValueError(
@@ -178,6 +188,13 @@ class SipConfig(_Table, frozen=True):
                 'within minutes. Say who may call: allow = ["10.0.0.0/24"], the addresses of your '
                 "PBX or trunk and of its media servers"
             )
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Of signalling: over TLS it is the one after that of UDP and TCP."""
+        port = endpoint("listen", self.listen)[1]
+        is_tls = any(account.transport == "tls" for account in self.accounts)
+        return (port, port + 1) if is_tls or self.tls_certificate is not None else (port,)
 
     @property
     def networks(self) -> tuple[ipaddress.IPv4Network, ...]:

@@ -130,9 +130,13 @@ def empty(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def own_sockets(
-    address: str, port: int, *, among: range | None = None, known: set[str] | None = None
+    address: str,
+    ports: Sequence[int],
+    *,
+    among: range | None = None,
+    known: set[str] | None = None,
 ) -> Iterator[list[socket.socket]]:
-    """This process's UDP socket and TCP listener at ``address``, whoever in it opened them.
+    """This process's UDP sockets and TCP listeners at ``address``, whoever in it opened them.
 
     among: UDP sockets of any of these ports at any address instead. known: sockets to leave out,
     by what /proc calls them; those that are found are added, those that are gone removed. They are
@@ -148,7 +152,7 @@ def own_sockets(
                 there.add(kind)
                 if kind.startswith("socket:") and kind not in seen:
                     copy = socket.socket(fileno=os.dup(int(name)))
-                    if _is_at(copy, address, port) if among is None else _is_among(copy, among):
+                    if _is_at(copy, address, ports) if among is None else _is_among(copy, among):
                         seen.add(kind)  # a copy of ours may have got a number that is yet to come
                         found.append(copy)
                     else:
@@ -166,8 +170,11 @@ def _is_among(connection: socket.socket, ports: range) -> bool:
     return connection.getsockname()[1] in ports
 
 
-def _is_at(connection: socket.socket, address: str, port: int) -> bool:
-    if connection.family != socket.AF_INET or connection.getsockname() != (address, port):
+def _is_at(connection: socket.socket, address: str, ports: Sequence[int]) -> bool:
+    if connection.family != socket.AF_INET:
+        return False
+    host, port = connection.getsockname()
+    if host != address or port not in ports:
         return False
     if connection.type == socket.SOCK_DGRAM:
         return True

@@ -53,6 +53,8 @@ class Row(msgspec.Struct, frozen=True):
     """The caller's number or name in `caller`, without the rest."""
     name: str = ""
     """What the peer says the caller is called."""
+    called: str = ""
+    """The number or name the caller dialled; of a trunk, one of many."""
     voice: str = ""
     """The account's, which the model spoke with."""
     codec: str = ""

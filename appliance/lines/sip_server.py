@@ -70,8 +70,7 @@ class SipServer:
     ) -> None:
         """socket: of the box, or a folder of several. boxes: connected; closed by the server.
 
-        line: what boxes are told the line is. Raises `OSError` or `WavError` for what
-        recording needs.
+        line: what boxes are told the line is. Raises `RecorderError`.
         """
         self._config = config
         self._socket = socket
@@ -131,7 +130,8 @@ class SipServer:
             for number, call in self._calls.items():
                 call.lost("this line stopped", self._clock.now_ns())
                 self._records.write(self._row(number, call))
-            self._extras.close()
+            await asyncio.to_thread(self._extras.close)
+            await asyncio.sleep(0)  # what the recorder said last is heard
             self._records.close()
         return self._trouble
 
@@ -227,6 +227,7 @@ class SipServer:
             caller=event.caller,
             name=event.name,
             number=number_of(event.caller),
+            called=number_of(event.called),
             voice=account.voice,
             call_id=event.call_id,
             source=event.source,

@@ -29,6 +29,8 @@ class Incoming:
     """The address it came from, as far as the stack knows."""
     name: str = ""
     """What the caller is called, as the peer says."""
+    called: str = ""
+    """The address the caller dialled, as the peer says: of a trunk, which of its numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ def test_the_file_that_init_writes_has_it_as_a_comment_that_says_what_the_defaul
         allow=("10.0.0.0/24",),
         accounts=(account,),
         tls_ca=Path("/etc/ssl/certs/ca-certificates.crt"),
+        tls_certificate=Path("/etc/duplexbox/box.pem"),
         hook=Path("/etc/duplexbox/sip-hook"),
         recording=SipRecording(announce=Path("/etc/duplexbox/recorded.wav")),
     )
@@ -93,6 +94,11 @@ BOT = 'accounts = [{ user = "bot" }]\n'
         (
             'listen = "127.0.0.1:5060"\naccounts = [{ user = "a", srtp = "mandatory" }]\n',
             "keys in the clear",
+        ),
+        (
+            'listen = "127.0.0.1:5060"\n'
+            'accounts = [{ user = "a", any_number = true }, { user = "b", any_number = true }]\n',
+            "calls go to one",
         ),
         (
             'listen = "127.0.0.1:5060"\naccounts = [{ user = "a", digits = { 1 = "desk" } }]\n',

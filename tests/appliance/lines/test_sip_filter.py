@@ -46,7 +46,7 @@ def test_the_kernel_does_what_the_program_says_and_counts_what_it_dropped() -> N
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
         listener.bind(("127.0.0.1", 0))
         address, port = listener.getsockname()
-        with own_sockets(address, port) as found:
+        with own_sockets(address, (port,)) as found:
             assert len(found) == 1
             attach(found[0], program([IPv4Network("127.0.0.2/31")], drop_options=True))
         before = dropped(address, port)
@@ -65,7 +65,7 @@ def test_sockets_of_calls_are_found_by_their_ports_and_only_once() -> None:
         port = one.getsockname()[1]
         known: set[str] = set()
         for expected in (1, 0):
-            with own_sockets("", 0, among=range(port, port + 1), known=known) as found:
+            with own_sockets("", (), among=range(port, port + 1), known=known) as found:
                 assert len(found) == expected
                 for connection in found:
                     attach(connection, program([IPv4Network("127.0.0.2/32")]))
@@ -74,14 +74,14 @@ def test_sockets_of_calls_are_found_by_their_ports_and_only_once() -> None:
                 sender.bind((source, 0))
                 sender.sendto(source.encode(), ("127.0.0.1", port))
         assert receive_all(one) == [b"127.0.0.2"]
-    with own_sockets("", 0, among=range(port, port + 1), known=known):
+    with own_sockets("", (), among=range(port, port + 1), known=known):
         assert not known  # what is gone is forgotten
 
 
 def test_listeners_of_tcp_are_found_and_strangers_do_not_connect() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address, port = listener.getsockname()
-        with own_sockets(address, port) as found:
+        with own_sockets(address, (port,)) as found:
             assert [one.type for one in found] == [socket.SOCK_STREAM]
             attach(found[0], program([IPv4Network("127.0.0.9/32")]))
         with pytest.raises(TimeoutError):

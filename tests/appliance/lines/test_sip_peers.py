@@ -21,7 +21,7 @@ from tests.appliance.lines.test_audiosocket import line as bridge
 from tests.appliance.lines.test_sip import ROOT, Line, line, speech, ticks
 from tests.fakes_line import FakeBox, FakeSession, Trouble
 from tests.sip_asterisk import asterisk
-from tests.sip_debian import baresip, kamailio, sipp
+from tests.sip_debian import baresip, certificate, kamailio, sipp
 from tests.sip_peer import Network, Phone, Refused, now_s, sleep
 
 pytestmark = pytest.mark.peers
@@ -374,6 +374,69 @@ def test_it_logs_in_at_kamailio_with_a_password_and_is_called_through_it(tmp_pat
             running.wait("call 1 over")
             secret.write_text("wrong\n")
     assert running.rows()[0].talked_ms > 900
+
+
+@pytest.mark.parametrize("transport", ["tcp", "tls"])
+def test_it_logs_in_and_is_called_over_a_connection(tmp_path: Path, transport: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    keys = certificate(tmp_path / "keys")
+    with kamailio(tmp_path, REGISTRAR, tls=keys) as proxy, FakeBox(tmp_path) as box:
+        port = proxy + (transport == "tls")
+        account = (
+            f'domain = "127.0.0.1:{port}"\nregister = true\npassword_file = "{secret}"\n'
+            f'transport = "{transport}"'
+        )
+        trust = f'tls_ca = "{keys}/authority.pem"'
+        with line(tmp_path, box.path, trust, account) as running:
+            running.wait("account bot is registered")
+            with Phone("bot", proxy) as phone:
+                phone.dial()
+                assert phone.talk(speech(1.0)).arrived_s.size > 40
+                assert phone.hang_up() == 200
+            running.wait("call 1 over")
+    assert running.rows()[0].talked_ms > 900
+
+
+def test_encrypted_audio_over_tls_and_none_of_what_is_not(tmp_path: Path) -> None:
+    """SDES: Debian's baresip calls through Kamailio, which hands the call on over TLS."""
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    keys = certificate(tmp_path / "keys")
+    voice = (speech(6.0) / 32_768).astype(np.float32)
+    with kamailio(tmp_path, REGISTRAR, tls=keys) as proxy, HearingBox(tmp_path) as box:
+        account = (
+            f'domain = "127.0.0.1:{proxy + 1}"\nregister = true\npassword_file = "{secret}"\n'
+            'transport = "tls"\nsrtp = "mandatory"'
+        )
+        trust = f'tls_ca = "{keys}/authority.pem"'
+        with line(tmp_path, box.path, trust, account) as running:
+            running.wait("account bot is registered")
+            heard, _ = baresip(tmp_path / "b", proxy, "pcma", voice, 8_000, 7, "srtp-mand")
+            running.wait("call 1 over")
+            with Phone("bot", proxy) as phone, pytest.raises(Refused, match="488"):
+                phone.dial()  # in the clear
+    said = soxr.resample(voice, 8_000, 24_000).astype(np.float32)
+    to_model = snr_db(said, np.concatenate(box.heard[1]), 24_000)
+    back = snr_db(voice, heard, 8_000)
+    print_figures("baresip over TLS with SRTP", to_model=to_model, back=back)
+    assert to_model[0] > 34
+    assert back[0] > 29
+    assert len(box.sessions) == 1
+
+
+def test_a_registrar_with_a_certificate_of_somebody_else_gets_no_password(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    keys, others = certificate(tmp_path / "keys"), certificate(tmp_path / "others")
+    with kamailio(tmp_path, REGISTRAR, tls=keys) as proxy, FakeBox(tmp_path) as box:
+        account = (
+            f'domain = "127.0.0.1:{proxy + 1}"\nregister = true\npassword_file = "{secret}"\n'
+            'transport = "tls"'
+        )
+        with line(tmp_path, box.path, f'tls_ca = "{others}/authority.pem"', account) as running:
+            running.wait("certificate verify failed")
+            running.wait("account bot is not registered")
 
 
 def test_a_wrong_password_is_said_and_tried_again(tmp_path: Path) -> None:
