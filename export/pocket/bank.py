@@ -1,0 +1,139 @@
+"""The bank: every chunk as every voice says it, kept small enough to travel to another machine.
+
+    bank.json     voices and chunks: kind, text, where it lies in its voice's sound
+    VOICE.opus    all chunks of one voice, one after the other, 24 kHz, about 30 kbit/s
+
+`make` fills one (some minutes of CPU; the voices' programs must be installed), `Bank` reads one.
+The list of chunks depends on the seed alone; sounds also on the versions of the programs.
+
+Not here: the voices (`voices`), what is said (`world`).
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import soundfile
+
+from export.pocket.world import CALLER, DESK_PHRASES, DIGITS, NAMES, Kind
+
+GAP_SAMPLES = 1_200
+"""Of silence between two chunks of a voice."""
+INDEX = "bank.json"
+NUMBERS_PER_VOICE = 24
+RENDITIONS = 2
+"""Of each of the desk's chunks; the Piper voice says nothing twice in the same way."""
+WITHIN, AT_END = "within", "end"
+"""Where in a number a digit is: its pitch says whether more will come."""
+
+Say = Callable[[str], None]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One chunk in the bank."""
+
+    voice: str
+    kind: str
+    """A `Kind` of callers, or "phrase", "digit" or "name" of the desk."""
+    text: str
+    form: str
+    """`WITHIN` or `AT_END` for digits, otherwise empty."""
+    start: int
+    samples: int
+    word_starts_s: tuple[float, ...] = ()
+
+
+class Index(msgspec.Struct, frozen=True):
+    """bank.json."""
+
+    rate_hz: int
+    seed: int
+    callers: tuple[str, ...]
+    desk: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Bank:
+    """All sounds in one array, and the chunks with their places in it."""
+
+    index: Index
+    sound: npt.NDArray[np.int16]
+
+    def of(self, voice: str) -> Iterator[Chunk]:
+        return (chunk for chunk in self.index.chunks if chunk.voice == voice)
+
+
+def read(folder: Path) -> Bank:
+    """Decode a bank; chunks' places are then those in the one array."""
+    index = msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
+    voices = [*index.callers, index.desk]
+    with ThreadPoolExecutor(8) as pool:
+        sounds = list(pool.map(lambda voice: _decoded(folder / f"{voice}.opus"), voices))
+    offsets = np.cumsum([0, *(len(sound) for sound in sounds)])
+    first = dict(zip(voices, offsets.tolist(), strict=False))
+    moved = tuple(
+        msgspec.structs.replace(chunk, start=chunk.start + first[chunk.voice])
+        for chunk in index.chunks
+    )
+    return Bank(msgspec.structs.replace(index, chunks=moved), np.concatenate(sounds))
+
+
+def _decoded(path: Path) -> npt.NDArray[np.int16]:
+    sound, _ = soundfile.read(path, dtype="int16")
+    return np.asarray(sound)
+
+
+def make(folder: Path, seed: int, held_out: bool, say: Say) -> Index:
+    """Let every voice say everything, and write the bank of the training or the held-out voices."""
+    from export.pocket import voices
+
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [voice for voice in voices.callers(seed) if voice.held_out == held_out]
+    chunks: list[Chunk] = []
+    for n, voice in enumerate([*chosen, voices.DESK]):
+        asked = desk_chunks() if voice is voices.DESK else caller_chunks(seed, n, held_out)
+        sounds, at = [], 0
+        for kind, text, form in asked:
+            spoken = voices.speak(voice, text + {WITHIN: ",", AT_END: "."}.get(form, ""))
+            starts = spoken.word_starts_s
+            chunks.append(Chunk(voice.name, kind, text, form, at, len(spoken.sound), starts))
+            sounds += [spoken.sound, np.zeros(GAP_SAMPLES, np.float32)]
+            at += len(spoken.sound) + GAP_SAMPLES
+        (folder / f"{voice.name}.opus").write_bytes(voices.as_opus(np.concatenate(sounds)))
+        say(f"{voice.name}: {len(sounds) // 2} chunks, {at / voices.RATE_HZ:.0f} s")
+    names = tuple(voice.name for voice in chosen)
+    index = Index(voices.RATE_HZ, seed, names, voices.DESK.name, tuple(chunks))
+    (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
+    return index
+
+
+Asked = Iterable[tuple[str, str, str]]
+"""(kind, text, form)."""
+
+
+def caller_chunks(seed: int, voice: int, every: bool) -> Asked:
+    """What one caller says; background speech by every third voice, or by ``every`` one."""
+    for kind, phrases in CALLER.items():
+        if kind is not Kind.CHATTER or every or voice % 3 == 0:
+            yield from ((kind, phrase, "") for phrase in phrases)
+    for form in (WITHIN, AT_END):
+        yield from ((Kind.DIGIT, digit, form) for digit in DIGITS)
+    rng = random.Random(f"{seed} {voice}")
+    for _ in range(NUMBERS_PER_VOICE):
+        digits = rng.choices(DIGITS, k=rng.choice((2, 3, 4, 4)))
+        yield Kind.DIGITS, " ".join(digits), ""
+
+
+def desk_chunks() -> Asked:
+    """What the desk says."""
+    for _ in range(RENDITIONS):
+        yield from (("phrase", phrase, "") for phrase in DESK_PHRASES)
+        for form in (WITHIN, AT_END):
+            yield from (("digit", digit, form) for digit in DIGITS)
+        yield from (("name", name, AT_END) for name in NAMES)

@@ -1,0 +1,58 @@
+"""`python -m export.pocket.cli VERB`: make the bank, train, export and judge the pocket model."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; each says in --help what it needs."""
+    parser = argparse.ArgumentParser(prog="python -m export.pocket.cli", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    bank = verbs.add_parser("bank", help="let every voice say everything (espeak-ng, flite, Piper)")
+    bank.add_argument("folder", type=Path)
+    bank.add_argument("--seed", type=int, default=0)
+    bank.add_argument("--held-out", action="store_true", help="the voices training never hears")
+    train = verbs.add_parser("train", help="train codec and language model for so many seconds")
+    train.add_argument("bank", type=Path)
+    train.add_argument("out", type=Path, help="where checkpoints are and will be")
+    train.add_argument("--from", dest="start", type=Path, help="continue these, write to OUT")
+    train.add_argument("--codec-seconds", type=float, default=0)
+    train.add_argument("--lm-seconds", type=float, default=0)
+    train.add_argument("--device", default="cuda")
+    train.add_argument("--workers", type=int, default=12, help="processes that write calls")
+    train.add_argument("--rehearse", action="store_true", help="a few tiny steps of everything")
+    train.add_argument("--step-by-step", action="store_true", help="capture no graphs")
+    asked = parser.parse_args(argv)
+    if asked.verb == "bank":
+        from export.pocket.bank import make
+
+        index = make(asked.folder, asked.seed, asked.held_out, say)
+        say(f"{asked.folder}: {len(index.callers)} callers, {len(index.chunks)} chunks")
+    if asked.verb == "train":
+        from export.pocket.lease import Wanted, run
+
+        run(
+            Wanted(
+                bank=asked.bank,
+                out=asked.out,
+                start=asked.start,
+                codec_seconds=asked.codec_seconds,
+                lm_seconds=asked.lm_seconds,
+                device=asked.device,
+                workers=asked.workers,
+                rehearse=asked.rehearse,
+                capture=not asked.step_by_step,
+            ),
+            say,
+        )
+    return 0
+
+
+def say(sentence: str) -> None:
+    """Print at once: a lease may end before the buffer is full."""
+    print(sentence, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

