@@ -5,6 +5,8 @@ strides a GPU would be given; so a wire that leads elsewhere, a ring of another 
 that overlaps state is seen here. What the kernel computes is tested beside it, on a GPU.
 """
 
+import base64
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +14,26 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 
 from bench import ring_tick
-from engines import bundle, cuda, gpu, kernel_stages, ring_launch, tensorrt_stages
+from engines import (
+    bundle,
+    cuda,
+    gpu,
+    kernel_stages,
+    parity,
+    plans,
+    ring_launch,
+    tensorrt_stages,
+)
 from engines.bundle import Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.executor import Executor
 from engines.kernels.ring_attention import CacheType
 from engines.ort_executor import OrtExecutor
+from engines.parity import ParityFailed
 from engines.program import Buffer
 from engines.tensorrt_executor import TensorrtExecutor
 from export import build, tiny
@@ -160,21 +173,28 @@ def short_calls(executor: Executor) -> list[bytes]:
     return heard
 
 
-def test_plans_and_the_ring_stage_take_turns_in_one_graph_per_exact_batch(
+@pytest.fixture
+def planned(
     wide: Bundle, driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(wide.path, tmp_path / "cut")
-    opened = bundle.read(tmp_path / "cut")
+) -> Bundle:
+    """The bundle with plans that the fake run-time opens on the fake GPU."""
+    opened = bundle.read(shutil.copytree(wide.path, tmp_path / "cut"))
     write_plans(opened)
-    graphless = CudaExecutor(opened, 3, CudaOptions(graphs=False, kernel_stages=False))
-    expected = short_calls(graphless)
-    graphless.close()
     monkeypatch.setattr(gpu, "open_gpu", lambda _: fake_driver.FakeDevice(driver))
     monkeypatch.setattr(tensorrt_stages, "load_module", lambda _: fake_tensorrt)
+    return opened
+
+
+def test_plans_and_the_ring_stage_take_turns_in_one_graph_per_exact_batch(
+    planned: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphless = CudaExecutor(planned, 3, CudaOptions(graphs=False, kernel_stages=False))
+    expected = short_calls(graphless)
+    graphless.close()
     graphs = fake_graphs.install(monkeypatch)
-    executor = TensorrtExecutor(opened, 3)
+    executor = TensorrtExecutor(planned, 3)
     kinds = {"": "plan", "gumbel_noise": "noise", "ring_attention": "ring"}
-    stages = [kinds[stage.builtin] for stage in opened.manifest.stages]
+    stages = [kinds[stage.builtin] for stage in planned.manifest.stages]
     assert stages.count("ring") == CONFIG.lm.layers + 2 * CONFIG.mimi.layers
     assert len(graphs) == 3
     for batch, graph in enumerate(graphs, start=1):
@@ -202,6 +222,63 @@ def test_plans_and_the_ring_stage_take_turns_in_one_graph_per_exact_batch(
     assert [graph.replays for graph in graphs] == [1, 2 + 3, 14]
     executor.close()
     assert driver.held == {}
+
+
+def test_golden_data_is_answered_by_rings_kernels_graphs_and_plans(
+    planned: Bundle, driver: FakeDriver
+) -> None:
+    asked = len(planned.manifest.golden)
+    assert asked == len(planned.manifest.stages) - 1, "all but noise"
+    graphs_alone = replace(EAGER, kernel_stages=False)
+    for kind, options in (
+        (CudaExecutor, EAGER),
+        (CudaExecutor, graphs_alone),
+        (TensorrtExecutor, EAGER),
+    ):
+        executor = kind(planned, 3, options)
+        found = parity.check(executor)
+        assert (found.stages, found.full, found.same_ticks) == (asked, asked, found.ticks)
+        assert found.ticks == 32
+        executor.close()
+    assert driver.held == {}
+
+
+def test_a_plan_of_other_weights_is_found_before_any_call(planned: Bundle) -> None:
+    """Its hash, its tensors, its target: all of them right."""
+    folder = planned.path / "plans/sm_90"
+    tree = json.loads((folder / "depth.plan").read_text())
+    model = onnx.load_from_string(base64.b64decode(tree["model"]))
+    weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    values = onnx.numpy_helper.to_array(weight)[::-1]
+    weight.CopyFrom(onnx.numpy_helper.from_array(values.copy(), weight.name))
+    tree["model"] = base64.b64encode(model.SerializeToString()).decode()
+    (folder / "depth.plan").write_text(json.dumps(tree))
+    spec = bundle.describe_file(folder / "depth.plan")
+    recorded = plans.read(folder)
+    changed = [
+        msgspec.structs.replace(plan, sha256=spec.sha256, bytes=spec.bytes)
+        if plan.stage == "depth"
+        else plan
+        for plan in recorded.plans
+    ]
+    plans.write(folder, msgspec.structs.replace(recorded, plans=tuple(changed)))
+    executor = TensorrtExecutor(planned, 3, EAGER)
+    with pytest.raises(ParityFailed) as caught:
+        parity.check(executor)
+    said = str(caught.value)
+    assert said.startswith("stage depth does not answer on Fake GPU through tests.engines.fake")
+    assert f"Build the plans again: duplexbox export build {planned.path} --target sm_90" in said
+    executor.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_answers_golden_data_by_kernels_and_by_graphs(wide: Bundle) -> None:
+    for options in (CudaOptions(), CudaOptions(kernel_stages=False)):
+        executor = CudaExecutor(wide, 3, options)
+        found = parity.check(executor)
+        executor.close()
+        assert found.full == len(wide.manifest.golden)
+        assert found.same_ticks == found.ticks == 32, str(found)
 
 
 def test_every_launch_is_told_what_the_layout_says(wide: Bundle, driver: FakeDriver) -> None:
