@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_audiosocket_arguments(audiosocket)
     audiosocket.set_defaults(run=run_audiosocket)
 
+    chan_websocket = verbs.add_parser(
+        "chan-websocket", help="the same, over the websockets of Asterisk 22.6 or later"
+    )
+    _add_chan_websocket_arguments(chan_websocket)
+    chan_websocket.set_defaults(run=run_chan_websocket)
+
     talk = verbs.add_parser("talk", help="with this machine's microphone and loudspeaker")
     _add_talk_arguments(talk)
     talk.set_defaults(run=run_talk)
@@ -240,6 +246,18 @@ def run_audiosocket(args: argparse.Namespace) -> int:
     return audiosocket.run_audiosocket(args)
 
 
+def _add_chan_websocket_arguments(parser: argparse.ArgumentParser) -> None:
+    from appliance.lines import bridge
+
+    bridge.add_arguments(parser, "127.0.0.1:9093")
+
+
+def run_chan_websocket(args: argparse.Namespace) -> int:
+    from appliance.lines import bridge
+
+    return bridge.run_chan_websocket(args)
+
+
 def run_status(args: argparse.Namespace) -> int:
     import msgspec
 
@@ -281,9 +299,10 @@ def run_reset(args: argparse.Namespace) -> int:
 def run_transfer(args: argparse.Namespace) -> int:
     from appliance import control, status
 
-    target = args.target[: control.LONGEST_TARGET]
+    if len(args.target) > control.LONGEST_TARGET:
+        return _fail(args, f"an address of {len(args.target)} characters: at most 200", 2)
     try:
-        answer = status.transfer(args.socket, args.call, target)
+        answer = status.transfer(args.socket, args.call, args.target)
     except (control.BoxGone, control.ControlError) as err:
         return _fail(args, err, 1)
     if isinstance(answer, control.Refused) or not answer.is_done:

@@ -26,7 +26,6 @@ from tests.sip_peer import free_port, now_s, sleep
 MODULES = """[modules]
 autoload = yes
 noload = chan_iax2.so
-noload = res_http_websocket.so
 noload = chan_sip.so
 """
 
@@ -53,6 +52,13 @@ max_contacts = 1
 remove_existing = yes
 """
 
+WEBSOCKET = """[duplexbox]
+type = websocket_client
+connection_type = per_call_config
+uri = ws://127.0.0.1:{bridge}/media
+protocols = media
+"""
+
 DIALPLAN = """[play]
 exten => s,1,Answer()
  same => n,MixMonitor(/tmp/mix.wav,r(/tmp/heard.wav))
@@ -63,6 +69,32 @@ exten => s,1,Answer()
 [bridge]
 exten => s,1,Answer()
  same => n,AudioSocket(40325ec2-5efd-4bd3-805f-53576e581d13,127.0.0.1:{bridge})
+ same => n,Hangup()
+[media]
+exten => s,1,Set(WHO=${{URIENCODE(+49 30 1)}})
+ same => n,Dial(WebSocket/duplexbox/{media}v(caller=${{WHO}},call=${{UNIQUEID}}),20,g)
+ same => n,System(echo ${{DIALSTATUS}} >/tmp/dialstatus)
+ same => n,Hangup()
+[dial]
+exten => s,1,Dial(PJSIP/bot,20,g)
+ same => n,Hangup()
+[none]
+exten => desk,1,Dial(Local/s@desk)
+exten => engaged,1,Dial(Local/s@engaged)
+[desk]
+exten => s,1,Answer()
+ same => n,System(echo answered >/tmp/desk)
+ same => n,Wait(2)
+ same => n,Hangup()
+[engaged]
+exten => s,1,Busy(1)
+[keys]
+exten => s,1,Answer()
+ same => n,MixMonitor(/tmp/mix.wav,r(/tmp/heard.wav))
+ same => n,Wait(0.5)
+ same => n,Playback(/tmp/voice)
+ same => n,SendDTMF(42#)
+ same => n,Wait(1)
  same => n,Hangup()
 [speak]
 exten => s,1,Answer()
@@ -91,6 +123,14 @@ class Asterisk:
         )
         return ran.stdout + ran.stderr
 
+    def file(self, name: str, within_s: float = 10.0) -> str:
+        """What its dialplan wrote into /tmp/``name``, once it has."""
+        path, until = self.root / "tmp" / name, now_s() + within_s
+        while not path.is_file() or not path.read_text().strip():
+            assert now_s() < until, f"{name} was not written"
+            sleep(0.1)
+        return path.read_text().strip()
+
     def heard(self) -> tuple[NDArray[np.int16], int]:
         """What came back to it, and at which rate."""
         pcm, rate_hz = sf.read(self.root / "tmp/heard.wav", dtype="int16")
@@ -99,9 +139,15 @@ class Asterisk:
 
 @contextmanager
 def asterisk(
-    folder: Path, voice: NDArray[np.int16], codec: str = "alaw", bridge: int = 1
+    folder: Path,
+    voice: NDArray[np.int16],
+    codec: str = "alaw",
+    bridge: int = 1,
+    media: str = "c(slin16)n",
 ) -> Iterator[Asterisk]:
-    """Run the one in the chroot. voice: at 8 kHz. bridge: where an AudioSocket listens."""
+    """Run the one in the chroot. voice: at 8 kHz. bridge: where an AudioSocket or websocket
+    listens. media: options of chan_websocket's dial string.
+    """
     place = os.environ.get("DUPLEXBOX_ASTERISK", "")
     if not place:
         pytest.skip("no Asterisk: DUPLEXBOX_ASTERISK names no chroot (tests/sip_asterisk.py)")
@@ -109,9 +155,10 @@ def asterisk(
     config = root / "etc/asterisk"
     (config / "modules.conf").write_text(MODULES)
     (config / "pjsip.conf").write_text(PJSIP.format(port=port, codec=codec))
-    (config / "extensions.conf").write_text(DIALPLAN.format(bridge=bridge))
+    (config / "extensions.conf").write_text(DIALPLAN.format(bridge=bridge, media=media))
     (config / "rtp.conf").write_text("[general]\nrtpstart=31000\nrtpend=31999\n")
-    for name in ("mix.wav", "heard.wav"):
+    (config / "websocket_client.conf").write_text(WEBSOCKET.format(bridge=bridge))
+    for name in ("mix.wav", "heard.wav", "dialstatus", "desk"):
         (root / "tmp" / name).unlink(missing_ok=True)
     voice.astype("<i2").tofile(root / "tmp/voice.sln")
     (root / "run/asterisk").mkdir(parents=True, exist_ok=True)

@@ -9,24 +9,17 @@ before it connects, so a refused caller is hung up on, and the dialplan goes on.
 
 import argparse
 import asyncio
-import contextlib
-import functools
 import logging
-import signal
 import struct
-import sys
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance import control, log
-from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock
-from appliance.lines import sip_stack
-from appliance.lines.boxes import Boxes
-from appliance.lines.sip_config import SipAccount, SipConfig, endpoint
+from appliance.clock import NS_PER_MS, NS_PER_S, Clock
+from appliance.lines import bridge, sip_stack
+from appliance.lines.sip_config import SipConfig, endpoint
 from appliance.lines.sip_stack import Event, Format, StackError
 from appliance.log import Seldom
 
@@ -174,7 +167,7 @@ class AudioSocketStack:
         source = str(writer.get_extra_info("peername")[0])
         messages = Messages()
         try:
-            if not self._may_call(source):
+            if not bridge.may_call(self._config, source):
                 self._turned_away.say(self._clock.now_ns(), "%s is not in allow", source)
                 return
             first = await asyncio.wait_for(_first(reader, messages), FIRST_S)
@@ -240,13 +233,6 @@ class AudioSocketStack:
                 due_ns = now_ns
             await asyncio.sleep(max(0, due_ns - now_ns) / NS_PER_S)
 
-    def _may_call(self, source: str) -> bool:
-        networks = self._config.networks
-        with contextlib.suppress(ValueError):
-            address, _ = endpoint("peer", f"{source}:1")
-            return not networks or any(address in network for network in networks)
-        return False
-
 
 async def _first(
     reader: asyncio.StreamReader, messages: Messages
@@ -266,67 +252,9 @@ async def _first(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define ``duplexbox appliance audiosocket``."""
-    parser.add_argument(
-        "--socket", type=Path, required=True, help="of the box, or a folder of many"
-    )
-    parser.add_argument("--listen", default="127.0.0.1:9092", metavar="ADDRESS:PORT")
-    parser.add_argument(
-        "--allow", action="append", default=[], metavar="NETWORK", help="who may; may be repeated"
-    )
-    parser.add_argument("--records", type=Path, required=True, metavar="FILE", help="SQLite")
-    parser.add_argument("--voice", default="")
-    parser.add_argument("--persona", default="")
-    parser.add_argument("--max-s", type=int, default=3600, metavar="S", help="longest call (3600)")
-    parser.add_argument("--most", type=int, default=120, metavar="N", help="calls at once (120)")
-    parser.add_argument("--drain", type=int, default=30, metavar="S", help="at SIGTERM (30)")
+    bridge.add_arguments(parser, "127.0.0.1:9092")
 
 
 def run_audiosocket(args: argparse.Namespace) -> int:
     """Serve until told to stop; the exit code."""
-    log.set_up()
-    try:
-        account = SipAccount(
-            user="audiosocket", persona=args.persona, voice=args.voice, max_s=args.max_s
-        )
-        config = SipConfig(
-            listen=args.listen,
-            accounts=(account,),
-            allow=tuple(args.allow),
-            most=args.most,
-            records=args.records,
-        )
-        boxes = Boxes.connect(args.socket, MonotonicClock())
-    except (ValueError, control.ControlError) as err:
-        return _fail(str(err), 2)
-    except control.BoxGone as err:
-        return _fail(str(err), 1)
-    return asyncio.run(_run(config, args.socket, boxes, args.drain))
-
-
-async def _run(config: SipConfig, socket: Path, boxes: Boxes, drain_s: int) -> int:
-    import sqlite3
-
-    from appliance.lines.sip_records import Records
-    from appliance.lines.sip_server import SipServer
-
-    clock = MonotonicClock()
-    try:
-        records = Records(config.records)
-    except (OSError, sqlite3.Error) as err:
-        return _fail(f"--records {config.records}: {err}", 2)
-    stack = AudioSocketStack(config, clock)
-    server = SipServer(config, socket, boxes, stack, records, clock, line="audiosocket")
-    stop = functools.partial(server.stop, within_ns=drain_s * NS_PER_S)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    try:
-        trouble = await server.run()
-    except StackError as err:
-        return _fail(str(err), 1)
-    return _fail(trouble, 1) if trouble else 0
-
-
-def _fail(why: str, code: int) -> int:
-    sys.stderr.write(f"duplexbox appliance audiosocket: {why}\n")
-    sys.stderr.flush()
-    return code
+    return bridge.run(args, "audiosocket", AudioSocketStack)

@@ -13,7 +13,6 @@ import faulthandler
 import logging
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING

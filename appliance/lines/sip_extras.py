@@ -17,9 +17,10 @@ from appliance.lines import sip_announce
 from appliance.lines.sip_announce import Announcing
 from appliance.lines.sip_call import Extras
 from appliance.lines.sip_config import SipAccount, SipConfig
-from appliance.lines.sip_recorder import Recorded, Recorder
+from appliance.lines.sip_recorder import Recorded, Recorder, RecorderError
 from appliance.lines.sip_words import Words
 from appliance.lines.transcript import PiecesError, read_pieces
+from appliance.lines.wav import WavError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class ExtrasMaker:
     def __init__(
         self, config: SipConfig, clock: Clock, recorded: Callable[[Recorded], None]
     ) -> None:
-        """recorded: called by a thread. Raises `OSError` or `WavError`."""
+        """recorded: called by a thread. Raises `RecorderError`."""
         self.recorder: Recorder | None = None
         self._announcement: tuple[NDArray[np.float32], int] | None = None
         self._pieces: list[str] = []
@@ -39,7 +40,10 @@ class ExtrasMaker:
         if config.recording is not None and any(account.record for account in config.accounts):
             announce: Path | None = config.recording.announce
             if announce is not None:
-                self._announcement = sip_announce.read(announce)
+                try:
+                    self._announcement = sip_announce.read(announce)
+                except WavError as err:
+                    raise RecorderError(f"[sip.recording] announce: {err}") from None
             self.recorder = Recorder(config.recording, clock, recorded)
 
     def use(self, welcome: control.Welcome) -> None:

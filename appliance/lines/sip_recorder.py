@@ -53,6 +53,10 @@ class Recorded:
     """Why it does not hold all of the call; empty: it does."""
 
 
+class RecorderError(RuntimeError):
+    """Calls cannot be recorded at all; the message says what to change."""
+
+
 class _What(enum.Enum):
     SAID, HEARD, OVER = range(3)
 
@@ -100,10 +104,15 @@ class Recorder:
     def __init__(
         self, config: SipRecording, clock: Clock, hear: Callable[[Recorded], None]
     ) -> None:
-        """hear: called by the thread. Raises `OSError` if the folder cannot be used."""
-        config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(config.folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it may not be written to", str(config.folder))
+        """hear: called by the thread. Raises `RecorderError`."""
+        try:
+            config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(config.folder, os.W_OK | os.X_OK):
+                raise PermissionError(13, "this user may not write to it", str(config.folder))
+        except OSError as err:
+            raise RecorderError(
+                f"[sip.recording] folder = {config.folder}: {err.strerror or err}"
+            ) from None
         self._config = config
         self._clock = clock
         self._hear = hear

@@ -63,10 +63,10 @@ def test_what_waits_is_bounded_and_silence_fills_a_packet(writes: list[int]) -> 
 
 
 @contextmanager
-def line(folder: Path, box: Path, *words: str) -> Iterator[int]:
-    """A running `duplexbox appliance audiosocket`; its port."""
+def line(folder: Path, box: Path, *words: str, verb: str = "audiosocket") -> Iterator[int]:
+    """A running line from an Asterisk; its port."""
     port = free_port()
-    command = [sys.executable, "-W", "error", "-m", "duplexbox", "appliance", "audiosocket"]
+    command = [sys.executable, "-W", "error", "-m", "duplexbox", "appliance", verb]
     command += ["--socket", str(box), "--listen", f"127.0.0.1:{port}", "--drain", "0"]
     with (folder / "line.log").open("wb") as log:
         process = subprocess.Popen(

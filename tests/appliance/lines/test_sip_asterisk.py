@@ -1,0 +1,100 @@
+"""The lines with a real Asterisk: its websockets, and callers it is asked to send on.
+
+Run by `make test-lines`; tests/sip_asterisk.py says how to get one.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soxr
+
+from appliance.admission import Reason
+from tests.appliance.lines.test_audiosocket import ended
+from tests.appliance.lines.test_audiosocket import line as bridge
+from tests.appliance.lines.test_sip import line, speech, ticks
+from tests.appliance.lines.test_sip_peers import HearingBox, print_figures, snr_db
+from tests.fakes_line import FakeBox, Trouble
+from tests.sip_asterisk import asterisk
+from tests.sip_peer import now_s, sleep
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.mark.parametrize(
+    ("media", "rate_hz"),
+    [("c(slin16)n", 16_000), ("c(slin24)nf(json)", 24_000), ("c(slin)", 8_000)],
+)
+def test_asterisk_hands_a_caller_over_by_websocket(
+    tmp_path: Path, media: str, rate_hz: int
+) -> None:
+    voice = speech(6.0)
+    with (
+        HearingBox(tmp_path) as box,
+        bridge(tmp_path, box.path, verb="chan-websocket") as port,
+        asterisk(tmp_path, voice, bridge=port, media=media) as pbx,
+    ):
+        pbx.say("channel originate Local/s@keys extension s@media")
+        (row,) = ended(tmp_path, 40)
+        heard, heard_hz = pbx.heard()
+    # What its voice holds; above that is what Asterisk's own resampler adds.
+    said = (voice / 32_768).astype(np.float32)
+    model = soxr.resample(np.concatenate(box.heard[1]), 24_000, 8_000).astype(np.float32)
+    to_model = snr_db(said, model, 8_000)
+    back_8k = soxr.resample(heard / 32_768, heard_hz, 8_000).astype(np.float32)
+    back = snr_db(said, back_8k, 8_000)
+    print_figures(f"asterisk websocket {media}", to_model=to_model, back=back, row=row)
+    assert to_model[0] > 38
+    assert back[0] > 20
+    assert row.codec == ("slin" if rate_hz == 8_000 else f"slin{rate_hz // 1000}")
+    assert (row.caller, row.digits, row.why) == ("+49 30 1", "42#", "hung up")
+    assert ticks(row) == pytest.approx(row.talked_ms / 80, abs=1.5)
+
+
+def test_a_refused_caller_and_one_whose_call_is_ended_go_on_in_the_dialplan(
+    tmp_path: Path,
+) -> None:
+    with (
+        FakeBox(tmp_path, Trouble(refuse=Reason.MEMORY)) as box,
+        bridge(tmp_path, box.path, "--end-key", "#", verb="chan-websocket") as port,
+        asterisk(tmp_path, speech(2.0), bridge=port) as pbx,
+    ):
+        pbx.say("channel originate Local/s@keys extension s@media")
+        refused = pbx.file("dialstatus")
+        (pbx.root / "tmp/dialstatus").unlink()
+        box.trouble.refuse = None
+        pbx.say("channel originate Local/s@keys extension s@media")
+        answered = pbx.file("dialstatus", 20)
+    rows = ended(tmp_path)
+    assert refused != "ANSWER"
+    assert answered == "ANSWER"
+    assert rows[0].why.startswith("refused (memory)")
+    assert rows[1].why == "key #"
+
+
+@pytest.mark.parametrize(("user", "is_done"), [("desk", True), ("engaged", False), ("no", False)])
+def test_asterisk_sends_a_caller_on(tmp_path: Path, user: str, is_done: bool) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    with asterisk(tmp_path, speech(8.0)) as pbx, FakeBox(tmp_path) as box:
+        target = f"sip:{user}@127.0.0.1:{pbx.port}"
+        account = f'domain = "127.0.0.1:{pbx.port}"\nregister = true\npassword_file = "{secret}"'
+        extra = f'transfer_to = ["sip:*@127.0.0.1:{pbx.port}"]'
+        with line(tmp_path, box.path, extra, account) as running:
+            running.wait("account bot is registered")
+            pbx.say("channel originate Local/s@speak extension s@dial")
+            until = now_s() + 20
+            while not box.sessions or box.sessions[0].frame_index < 20:
+                assert now_s() < until
+                sleep(0.05)
+            box.transfer(1, target)
+            while not box.transferred:
+                assert now_s() < until
+                sleep(0.05)
+            if is_done:
+                assert pbx.file("desk") == "answered"
+            running.wait("call 1 over", 40)
+        (row,) = running.rows()
+    print_figures(f"asterisk transfer {user}", said=box.transferred, row=row)
+    assert box.transferred[0].is_done is is_done
+    assert (row.transfer_to, row.transfer_by) == (target, "operator")
