@@ -55,6 +55,8 @@ class Trouble:
     """Frames that are handed out this many ns after their tick's start."""
     fault_at: int | None = None
     """The frame instead of which the session ends with FAULT."""
+    falls_silent_at: int | None = None
+    """The frame from which on the model says no word."""
     vanish_at: int | None = None
     """The frame instead of which the whole box closes its socket."""
 
@@ -246,6 +248,8 @@ class FakeBox:
         if index in self.trouble.lost:
             return
         ready_ns = self._grid.start_ns(tick) + self.trouble.late.get(index, STEP_NS)
+        silent_at = self.trouble.falls_silent_at
+        says = index % len(PIECES) if silent_at is None or index < silent_at else 0
         out = DownlinkHeader(
             session.number,
             7,
@@ -253,7 +257,7 @@ class FakeBox:
             tick,
             self._grid.deadline_ns(tick),
             0,
-            index % len(PIECES),
+            says,
             flags,
             -1 if header is None else header.frame_index,
         )

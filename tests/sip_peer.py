@@ -131,6 +131,8 @@ class Phone:
         """Requests the box sent, whole."""
         self.refuses = ""
         """The method that is answered with 603."""
+        self.accepts = ""
+        """The method that is answered with 202."""
 
     def __enter__(self) -> Self:
         return self
@@ -212,6 +214,8 @@ class Phone:
         self.said.append(text)
         if self.refuses and text.startswith(self.refuses):
             status = "603 Decline"
+        elif self.accepts and text.startswith(self.accepts):
+            status = "202 Accepted"
         if text.startswith("ACK"):
             return
         kept = [x for x in text.split("\r\n") if re.match(r"(Via|From|To|Call-ID|CSeq):", x)]

@@ -1,0 +1,256 @@
+"""What is done with telephone calls besides talking, over the real stack: the box only echoes.
+
+Persona, voice and longest call by account, the hook, transfers with what the peer says of them, the
+model's goodbye, and recordings.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+
+from appliance.lines.sip_records import Row
+from appliance.lines.wav import WavWriter
+from tests.appliance.lines.test_sip import Line, line, speech
+from tests.fakes_line import FakeBox, Trouble
+from tests.sip_peer import Phone, now_s, sleep
+
+pytestmark = pytest.mark.slow
+
+HOOK = '#!/bin/sh\nread -r line\nprintf "%s\\n" "$line" >>"$0.log"\n'
+
+ACCOUNTS = """persona = "You are Ann."
+voice = "alto"
+digits = { 0 = "sip:desk@127.0.0.1:9" }
+[[sip.accounts]]
+user = "brief"
+persona = "You are Bob."
+max_s = 1
+[[sip.accounts]]
+user = "taped"
+record = true
+[[sip.accounts]]
+user = "polite"
+words = { "It goes" = "hang-up" }
+words_grace_ms = 500
+[sip.recording]
+folder = "FOLDER/tapes"
+announce = "FOLDER/announcement.wav"
+min_free_mb = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeBox]:
+    with FakeBox(tmp_path_factory.mktemp("box"), Trouble(falls_silent_at=30)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def running(box: FakeBox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+    folder = tmp_path_factory.mktemp("line")
+    hook = folder / "hook"
+    hook.write_text(HOOK)
+    hook.chmod(0o755)
+    with WavWriter(folder / "announcement.wav", 8_000) as wav:
+        wav.write(np.full(4_000, 0.25, np.float32) * np.sin(np.arange(4_000, dtype=np.float32)))
+    extra = f'transfer_to = ["sip:desk@127.0.0.1:9", "sip:2*@127.0.0.1:9"]\nhook = "{hook}"'
+    with line(folder, box.path, extra, ACCOUNTS.replace("FOLDER", str(folder))) as made:
+        yield made
+
+
+def last(running: Line, seconds: float = 8.0) -> Row:
+    """The row of the call that has just ended."""
+    until = now_s() + seconds
+    while not (rows := running.rows()) or not all(row.ended for row in rows):
+        assert now_s() < until
+        sleep(0.05)
+    return rows[-1]
+
+
+def events(running: Line, row: Row, least: str, seconds: float = 8.0) -> list[dict[str, object]]:
+    """What the hook was told of a call, once ``least`` is among it; in order of what happened."""
+    path, until = running.folder / "hook.log", now_s() + seconds
+    while True:
+        said = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        mine = [event for event in said if event["call"] == row.id]
+        if any(event["event"] == least for event in mine):
+            return mine
+        assert now_s() < until, f"the hook was not told of {least}: {mine}"
+        sleep(0.05)
+
+
+def notify(phone: Phone, status: str) -> None:
+    """Say how far the call is that we were asked to place."""
+    phone.sequence += 1
+    state = "active" if status.startswith("1") else "terminated;reason=noresource"
+    body = f"SIP/2.0 {status}\r\n"
+    extra = (
+        f"Event: refer\r\nSubscription-State: {state}\r\n"
+        "Content-Type: message/sipfrag;version=2.0\r\n"
+    )
+    phone.send(phone.request("NOTIFY", body, extra=extra))
+    assert phone.answer("NOTIFY")[0] == 200
+
+
+def asked(phone: Phone, seconds: float = 3.0) -> str:
+    """The address of the REFER that comes; it is accepted."""
+    phone.accepts = "REFER"
+    until = now_s() + seconds
+    while now_s() < until:
+        for text in phone.listen(0.1):
+            if found := re.search(r"^Refer-To: *<?([^>\r]+)", text, re.M):
+                return found[1]
+    raise AssertionError("no REFER came")
+
+
+def test_each_account_has_its_persona_and_voice_and_its_longest_call(
+    box: FakeBox, running: Line
+) -> None:
+    with Phone("bot", running.port) as phone:
+        phone.dial()
+        phone.talk(speech(0.3))
+        assert phone.hang_up() == 200
+    ann = last(running)
+    with Phone("brief", running.port) as phone:
+        phone.dial()
+        began = now_s()
+        phone.talk(speech(0.8))
+        assert phone.listen(2.0)[-1].startswith("BYE ")
+        assert now_s() - began > 1.0
+    brief = last(running)
+    joins = [session.join for session in box.sessions[-2:]]
+    assert [(j.persona, j.voice) for j in joins] == [("You are Ann.", "alto"), ("You are Bob.", "")]
+    assert (ann.voice, ann.account, ann.name, ann.number) == ("alto", "bot", "Test", "phone")
+    assert ann.codec == "g711"
+    assert (brief.why, brief.account) == ("longer than 1 s", "brief")
+    assert [e["event"] for e in events(running, brief, "ended")] == ["answered", "ended"]
+
+
+def test_the_hook_hears_of_keys_and_of_how_a_call_began_and_ended(running: Line) -> None:
+    with Phone("polite", running.port) as phone:
+        phone.dial()
+        phone.talk(speech(0.2))
+        phone.digit("4")
+        phone.digit("2")
+        phone.invite(phone.sdp(direction="sendonly"))
+        phone.invite()
+        assert phone.hang_up() == 200
+    row = last(running)
+    told = events(running, row, "ended")
+    # Each is a process of its own, so two that follow at once may write in any order.
+    assert {e["event"] for e in told} == {"answered", "digit", "hold", "resume", "ended"}
+    assert sorted(str(e["digit"]) for e in told if e["event"] == "digit") == ["2", "4"]
+    (end,) = [e for e in told if e["event"] == "ended"]
+    assert (end["account"], end["call_id"], end["session"]) == ("polite", row.call_id, row.session)
+    assert end["talked_ms"] == row.talked_ms
+    assert row.digits == "42"
+
+
+@pytest.mark.parametrize(
+    ("steps", "outcome", "is_done"),
+    [
+        (["100 Trying", "180 Ringing", "200 OK"], "answered", True),
+        (["100 Trying", "486 Busy Here"], "486 Busy Here", False),
+        (["603 Decline"], "603 Decline", False),
+    ],
+)
+def test_the_peer_says_what_came_of_a_transfer(
+    box: FakeBox, running: Line, steps: list[str], outcome: str, is_done: bool
+) -> None:
+    with Phone("bot", running.port) as phone:
+        phone.dial()
+        phone.talk(speech(0.2))
+        session = box.sessions[-1]
+        box.transferred.clear()
+        box.transfer(session.number, "sip:22@127.0.0.1:9")
+        assert asked(phone) == "sip:22@127.0.0.1:9"
+        for step in steps[:-1]:
+            notify(phone, step)
+            assert not box.transferred
+        notify(phone, steps[-1])
+        until = now_s() + 5
+        while not box.transferred:
+            assert now_s() < until
+            sleep(0.02)
+        said = box.transferred[0]
+        assert (said.session, said.is_done) == (session.number, is_done)
+        if is_done:
+            assert phone.listen(2.0)[-1].startswith("BYE ")
+        else:  # the caller is kept, and talks on
+            assert phone.talk(speech(0.4)).arrived_s.size > 10
+            assert not session.gone
+            assert phone.hang_up() == 200
+    row = last(running)
+    assert session.gone == "left"
+    assert (row.transfer_to, row.transfer_by) == ("sip:22@127.0.0.1:9", "operator")
+    assert row.transfer == outcome
+    assert (row.why == "transferred to sip:22@127.0.0.1:9") is is_done
+    what = "transferred" if is_done else "not transferred"
+    told = [e for e in events(running, row, what) if e["event"] in ("transfer", what)]
+    assert {e["target"] for e in told} == {"sip:22@127.0.0.1:9"}
+    assert len(told) == 2
+
+
+def test_an_address_that_is_not_in_the_list_is_asked_of_nobody(box: FakeBox, running: Line) -> None:
+    with Phone("bot", running.port) as phone:
+        phone.dial()
+        phone.talk(speech(0.2))
+        box.transferred.clear()
+        box.transfer(box.sessions[-1].number, "sip:1900555@127.0.0.1:9")
+        assert not [text for text in phone.listen(0.5) if text.startswith("REFER")]
+        (said,) = box.transferred
+        assert not said.is_done
+        assert "not allowed" in said.detail
+        assert phone.hang_up() == 200
+    assert last(running).transfer_to == ""
+
+
+def test_the_models_goodbye_ends_the_call(box: FakeBox, running: Line) -> None:
+    with Phone("polite", running.port) as phone:
+        phone.dial()
+        heard = phone.talk(speech(2.6))  # it says "so it goes" until frame 30, 2.4 s
+        assert heard.arrived_s.size > 100
+        assert phone.listen(3.0)[-1].startswith("BYE ")
+    row = last(running)
+    assert row.why == 'words "It goes"'
+    assert row.talked_ms > 2_400 + 500
+
+
+def test_both_sides_are_recorded_after_the_announcement(box: FakeBox, running: Line) -> None:
+    said = speech(3.0)
+    with Phone("taped", running.port) as phone:
+        phone.dial()
+        heard = phone.talk(said)
+        assert phone.hang_up() == 200
+    row = last(running)
+    told = events(running, row, "recorded")
+    (done,) = [e for e in told if e["event"] == "recorded"]
+    path = Path(str(done["recording"]))
+    assert path.parent == running.folder / "tapes"
+    assert path.parent.stat().st_mode & 0o077 == 0  # nobody else may listen
+    assert done["trouble"] == ""
+    pcm, rate_hz = sf.read(path)
+    assert rate_hz == 24_000
+    assert pcm.shape[1] == 2
+    seconds = pcm.shape[0] / rate_hz
+    assert seconds == pytest.approx(float(str(done["seconds"])), abs=0.1)
+    # The announcement takes half a second, in which nothing is kept.
+    assert 1.5 < seconds < row.talked_ms / 1000 - 0.3
+    left, right = np.abs(pcm[:, 0]), np.abs(pcm[:, 1])
+    assert left[rate_hz:].max() > 0.2
+    assert right[rate_hz:].max() > 0.2  # the echo
+    tone = np.abs(heard.pcm[:4_000].astype(np.float64)).mean()
+    assert tone > 1_000  # the announcement was heard
+    until = now_s() + 5
+    while not (row := last(running)).recorded_ms:
+        assert now_s() < until
+        sleep(0.05)
+    assert row.recording == str(path)
+    assert row.recorded_ms == pytest.approx(1000 * seconds, abs=100)
+    assert last(running).id == row.id
+    assert sum(row.recording != "" for row in running.rows()) == 1  # nobody else's call
