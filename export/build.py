@@ -56,6 +56,7 @@ from export.stages import (
     noise_stage,
 )
 from export.to_onnx import Weights, graph_bytes
+from export.traces import Traces
 
 PIECES, TOKENIZER = "pieces.json", "tokenizer.model"
 SPARE_BYTES = 256 << 20
@@ -208,14 +209,16 @@ def _write_stages(
 
     Returns the kernels that can stand in for graphs.
     """
-    weights = Weights(journal.folder / "stages", source.hollow)
+    weights = Weights(journal.folder / "stages", source.hollow, source.halved)
+    traces = Traces()
     # Stages that differ in nothing but names share a graph.
     for graph in {shared.name: shared for shared in (g.written() for g in graphs)}.values():
-        say(f"tracing {graph.name}")
-        # Traced even if the file is there: tracing is what gives the weights their places.
-        raw = graph_bytes(graph, weights)
+        say(f"{'writing' if graph in traces else 'tracing'} {graph.name}")
+        # Also if the file is there: this is what gives the weights their places.
+        raw = graph_bytes(graph, weights, traces)
         _write_once(journal, graph.file, lambda raw=raw: raw)  # type: ignore[misc]
-    kernels = kernels_of(graphs, weights)
+    # The kernels read weights where they lie, in the precision they compute in.
+    kernels = {} if source.halved else kernels_of(graphs, weights)
     _check_disk(journal, {f"stages/{name}": size for name, size in weights.files.items()})
     for file, total in weights.files.items():
         name = f"stages/{file}"

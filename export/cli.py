@@ -198,9 +198,11 @@ def build_plans(opened: bundle.Bundle, target: targets.Target, args: argparse.Na
 
 def build_bundle(args: argparse.Namespace) -> int:
     from export import build, cache_report, checkpoint, seed_progress, source  # needs torch, onnx
+    from export.pocket import finished
 
     batches = largest_batch(args.batches or "1-8")
-    if Path(args.model).is_dir() and args.model not in source.SEEDED:
+    is_folder = Path(args.model).is_dir() and args.model not in source.SEEDED
+    if is_folder and not finished.is_checkpoint(Path(args.model)):
         for line in checkpoint.lines(checkpoint.open_checkpoint(Path(args.model))):
             print(line)
     model = source.open_source(

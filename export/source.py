@@ -65,6 +65,8 @@ class Source:
     named: Callable[[], Iterator[tuple[str, Tensor]]] = field(repr=False)
     """Every tensor as the checkpoint has it, "lm." or "mimi." before its name, one at a time."""
     tokenizer: Path | None = None
+    halved: bool = False
+    """Weights are rounded to float16 and stored as that, whatever is computed in."""
 
     @property
     def parameters(self) -> int:
@@ -179,6 +181,10 @@ def open_source(
         return from_seed(model, seed, dtype, pinned=pinned)
     if not Path(model).exists():
         return from_seed(model, seed, dtype)  # says what there is
+    from export.pocket import finished  # which makes sources itself
+
+    if finished.is_checkpoint(Path(model)):
+        return finished.open_checkpoint(Path(model))
     found = checkpoint.open_checkpoint(Path(model), context=context)
     return from_checkpoint(replace(found, config=_pin(found.config, pinned)), dtype)
 

@@ -26,11 +26,12 @@ from onnx import TensorProto, helper
 from torch import Tensor
 from torch.fx import Node
 
-from engines.bundle import BATCH, ROWS, TensorSpec
+from engines.bundle import TensorSpec
 from export.hollow import Hollow, nothing_hollow
 from export.lowering import TABLE, Names
 from export.models.streaming import TORCH_DTYPES
 from export.stages import StageGraph
+from export.traces import Traced, Traces
 
 OPSET = 24
 IR_VERSION = 11
@@ -88,9 +89,13 @@ class Weights:
     folder: where the graphs lie; ONNX Runtime reads external data only below that.
     """
 
-    def __init__(self, folder: Path, hollow: Hollow | None = None) -> None:
-        """hollow: knows the values of tensors that have none of their own."""
-        self.folder = folder
+    def __init__(self, folder: Path, hollow: Hollow | None = None, halved: bool = False) -> None:
+        """hollow: knows the values of tensors that have none of their own.
+
+        halved: float32 weights whose every value float16 can hold are stored as that, and the
+        graph widens them when it is loaded: half the bytes, the same numbers.
+        """
+        self.folder, self.halved = folder, halved
         self.hollow = hollow or nothing_hollow()
         self.places: dict[str, Placed] = {}
         self.files: dict[str, int] = {}
@@ -138,19 +143,21 @@ def _weights_file(part: str, number: int) -> str:
     return f"weights/{part}.{number}.bin" if number else f"weights/{part}.bin"
 
 
-def write_graph(graph: StageGraph, weights: Weights) -> Path:
+def write_graph(graph: StageGraph, weights: Weights, traces: Traces | None = None) -> Path:
     """Write ``graph`` as ``weights.folder``/<stage>.onnx; its weights get places in ``weights``.
 
-    Raises `NotLowered` naming the operator the table lacks.
+    traces: of stages before it, of the same model. Raises `NotLowered` naming the operator the
+    table lacks.
     """
     path = weights.folder / f"{graph.name}.onnx"
-    path.write_bytes(graph_bytes(graph, weights))
+    path.write_bytes(graph_bytes(graph, weights, traces))
     return path
 
 
-def graph_bytes(graph: StageGraph, weights: Weights) -> bytes:
+def graph_bytes(graph: StageGraph, weights: Weights, traces: Traces | None = None) -> bytes:
     """What `write_graph` writes."""
-    raw: bytes = _GraphWriter(graph, weights).write().SerializeToString(deterministic=True)
+    model = _GraphWriter((traces or Traces()).of(graph), weights).write()
+    raw: bytes = model.SerializeToString(deterministic=True)
     return raw
 
 
@@ -158,25 +165,6 @@ def raw_bytes(tensor: Tensor) -> bytes:
     """Little-endian bytes of a tensor of any dtype, row-major."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
-
-
-def trace(graph: StageGraph) -> torch.export.ExportedProgram:
-    """The stage over its symbolic first axis: sessions in the batch, or a prompt's rows."""
-    lengths = {name: torch.export.Dim(name, min=1, max=4096) for name in (BATCH, ROWS)}
-    # Traced at 3, so that no length of the model is taken for the batch.
-    example = tuple(
-        torch.empty(
-            3 if spec.shape[0] in lengths else int(spec.shape[0]),
-            *spec.row_shape,
-            dtype=TORCH_DTYPES[spec.dtype],
-        )
-        for spec in graph.inputs
-    )
-    with torch.no_grad():
-        shapes = (
-            tuple({0: lengths.get(str(s.shape[0]), torch.export.Dim.STATIC)} for s in graph.inputs),
-        )
-        return torch.export.export(graph, example, dynamic_shapes=shapes, strict=False)
 
 
 @dataclass
@@ -190,14 +178,15 @@ class _Constant:
 class _GraphWriter:
     """`lowering.Writer` over one traced stage."""
 
-    def __init__(self, graph: StageGraph, weights: Weights) -> None:
-        self.graph, self.weights = graph, weights
-        self.program = trace(graph)
+    def __init__(self, traced: Traced, weights: Weights) -> None:
+        self.traced, self.graph, self.weights = traced, traced.graph, weights
+        self.program = traced.program
         self.values: dict[Node, str | tuple[str, ...] | _Constant] = {}
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.small: dict[tuple[torch.dtype, tuple[int, ...], bytes], str] = {}
         self.counts: dict[str, int] = {}
+        self.widened: list[onnx.NodeProto] = []
 
     def write(self) -> onnx.ModelProto:
         signature = self.program.graph_signature
@@ -207,8 +196,10 @@ class _GraphWriter:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 if node.name in lifted:
-                    name = lifted[node.name]
-                    self.values[node] = _Constant(self._weight(name), name)
+                    if not node.users:  # the program lists every weight of the model
+                        continue
+                    name, weight = self.traced.weight(lifted[node.name])
+                    self.values[node] = _Constant(weight, name)
                 elif node.name in constants:
                     tensor = self.program.constants[constants[node.name]]
                     assert isinstance(tensor, Tensor), node
@@ -304,15 +295,10 @@ class _GraphWriter:
         assert isinstance(known, _Constant), node
         return known.tensor
 
-    def _weight(self, name: str) -> Tensor:
-        found = self.program.state_dict.get(name)
-        if found is None:
-            found = self.program.constants[name]
-        assert isinstance(found, Tensor), name
-        return found
-
     def _initializer(self, constant: _Constant) -> str:
         tensor, name = constant.tensor.detach(), constant.name
+        if name is not None and self.weights.halved and _halves(tensor):
+            return self._widened(name, tensor)
         size = tensor.numel() * tensor.element_size()
         if name is None or size < INLINE_BYTES:
             raw = raw_bytes(self.weights.hollow.values(tensor))
@@ -333,6 +319,13 @@ class _GraphWriter:
             proto.dims.extend(tensor.shape)
             self.initializers[name] = proto
         assert list(self.initializers[name].dims) == list(tensor.shape), name
+        return name
+
+    def _widened(self, name: str, tensor: Tensor) -> str:
+        """A weight stored in half its bytes, and the node that gives it back."""
+        if all(made.output[0] != name for made in self.widened):
+            stored = self._initializer(_Constant(tensor.half(), f"{name}.half"))
+            self.widened.append(helper.make_node("Cast", [stored], [name], to=TensorProto.FLOAT))
         return name
 
     def _finish(self, node: Node) -> None:
@@ -357,7 +350,7 @@ class _GraphWriter:
 
     def _model(self) -> onnx.ModelProto:
         graph = helper.make_graph(
-            self.nodes,
+            [*self.widened, *self.nodes],
             self.graph.name,
             [_described(spec) for spec in self.graph.inputs],
             [_described(spec) for spec in self.graph.outputs],
@@ -369,6 +362,13 @@ class _GraphWriter:
             ir_version=IR_VERSION,
             producer_name="duplexbox",
         )
+
+
+def _halves(tensor: Tensor) -> bool:
+    """Whether a weight of more than a few values is the same in float16."""
+    if tensor.dtype != torch.float32 or tensor.numel() * tensor.element_size() < INLINE_BYTES:
+        return False
+    return torch.equal(tensor.half().float(), tensor)
 
 
 def _described(spec: TensorSpec) -> onnx.ValueInfoProto:
