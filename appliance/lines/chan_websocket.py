@@ -186,6 +186,7 @@ class ChanWebsocketStack:
         self._numbers = 0
         self._runner: web.AppRunner | None = None
         self._turned_away = Seldom(logger, logging.INFO)
+        self._unusable = Seldom(logger, logging.WARNING)
 
     async def start(self, hear: Callable[[Event], None]) -> None:
         self._hear = hear
@@ -263,10 +264,13 @@ class ChanWebsocketStack:
             return "it began with something else than MEDIA_START"
         audio, packet = said.fields.get("format", ""), said.fields.get("optimal_frame_size", "")
         if not rate_of(audio) or not packet.isascii() or not packet.isdecimal() or int(packet) < 2:
-            return (
-                f"its format is {audio or 'none'}; in the dialplan: "
-                "Dial(WebSocket/duplexbox/c(slin16)n)"
+            self._unusable.say(
+                self._clock.now_ns(),
+                "a call in the format %.20s was hung up on; in the dialplan: %s",
+                audio or "none",
+                "Dial(WebSocket/duplexbox/c(slin16)n)",
             )
+            return ""
         call = _Call(as_json=first.data.startswith("{"))
         self._numbers += 1
         leg = self._numbers
