@@ -90,7 +90,8 @@ TARGETS = (
     Target("thor", "NVIDIA Jetson AGX Thor", "11.0", 128, 273, ARM),
     Target("rtx-5080", "NVIDIA GeForce RTX 5080", "12.0", 16, 960),
     Target("rtx-5090", "NVIDIA GeForce RTX 5090", "12.0", 32, 1792),
-    Target("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell", "12.0", 96, 1792),
+    Target("rtx-pro-6000", "NVIDIA RTX PRO 6000 Workstation", "12.0", 96, 1792),
+    Target("rtx-pro-6000-server", "NVIDIA RTX PRO 6000 Server", "12.0", 96, 1597),
     Target("gb10", "NVIDIA GB10 (DGX Spark)", "12.1", 128, 273, ARM),
 )
 
@@ -113,16 +114,17 @@ SOURCES = {
     "rtx-4090": "sipoch.com 300330022705642: 24 GB, 384 bit, 1008 GB/s",
     "rtx-6000-ada": "grafikkarten.com: 48 GB, 384 bit, 960 GB/s",
     "h100": "github.com/scaleway/docs-content/pull/5834: SXM, 3.35 TB/s (PCIe 2)",
-    "h200": "NVIDIA's submission to MLPerf inference 4.1: 141 GB",
-    "b200": "docs.nvidia.com/nim: 180 GB; github.com/pytorch/ao/pull/4002: 7.67 TB/s by the driver",
+    "h200": "NVIDIA's submission to MLPerf inference 4.1: 141 GB; hpc-ai.com: 4.8 TB/s",
+    "b200": "hpc-ai.com: 180 GB, 7.7 TB/s; github.com/pytorch/ao/pull/4002: 7.67 by the driver",
     "thor": "huggingface.co/hardware/jetson-t5000: 128 GB",
     "rtx-5080": "tweaktown.com 102205: 16 GB, 256 bit, 960 GB/s",
     "rtx-5090": "sipoch.com 300330022705642: 32 GB, 512 bit, 1792 GB/s",
     "rtx-pro-6000": "videocardz by gpu.name: 96 GB, 512 bit, 1792 GB/s (workstation edition)",
+    "rtx-pro-6000-server": "NVIDIA data sheet of December 2025, by others: 96 GB, 1597 GB/s",
     "gb10": "NVIDIA DGX Spark hardware guide, by ai-infrastructure.net: 128 GB, 273 GB/s",
 }
 """Where the memory and bandwidth of each row were compared on 2026-11-30. Empty: no page was found
-that states them; so too the bandwidth of h200 and thor. 3072 bit at 2.43 Gbit/s (a30), 256 at 6.4
+that states them; so too the bandwidth of thor. 3072 bit at 2.43 Gbit/s (a30), 256 at 6.4
 (orin) and 256 at 8.533 (thor) give what the table says."""
 
 
@@ -230,13 +232,13 @@ def tick_bytes(region: RegionSpec) -> int:
 
 def table(manifest: Manifest | None) -> Iterator[str]:
     """`--target list`. With a manifest, also the sessions each GPU has room for."""
-    heading = f"{'target':<14}{'GPU':<34}{'':<8}{'GiB':>5}{'GB/s':>8}  {'served by':<14}"
+    heading = f"{'target':<21}{'GPU':<34}{'':<8}{'GiB':>5}{'GB/s':>8}  {'served by':<14}"
     if manifest is not None:
         heading += f"{'memory holds':>13}{'bandwidth feeds':>17}"
     yield heading.rstrip()
     for target in TARGETS:
         line = (
-            f"{target.name:<14}{target.gpu:<34}{target.folder:<8}{target.memory_gib:>5}"
+            f"{target.name:<21}{target.gpu:<34}{target.folder:<8}{target.memory_gib:>5}"
             f"{target.gb_per_s:>8g}  {target.flavour:<14}"
         )
         if manifest is not None:
