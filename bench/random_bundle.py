@@ -42,6 +42,7 @@ from export.stages import (
     noise_stage,
 )
 from export.to_onnx import INLINE_BYTES, Weights, write_graph
+from export.traces import Traces
 
 PLACES = "places.json"
 UNKNOWN = "0" * 64
@@ -72,7 +73,8 @@ def write_graphs(
         (folder / SCALES).write_bytes(caches.file())
     graphs = graphs_of(config, mimi, lm, "bfloat16", attention, caches)
     shared = {graph.name: graph for graph in (each.written() for each in graphs)}.values()
-    files = [str(write_graph(graph, weights).relative_to(folder)) for graph in shared]
+    traces = Traces()
+    files = [str(write_graph(graph, weights, traces).relative_to(folder)) for graph in shared]
     kernels = kernels_of(graphs, weights)
     (folder / PIECES).write_bytes(msgspec.json.encode([""] * config.lm.text_card))
     places = [

@@ -20,6 +20,7 @@ whole stage, under the same names. A piece computes what the whole computes, ope
 Not here: the whole stages (`stages`), the nets (`models`).
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ from export.stages import (
 )
 
 KERNEL_DTYPES = ("float32", "bfloat16")
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+"""In the name of a weight, where its layer is counted."""
 
 
 class CannotCut(Mistake):
@@ -210,7 +213,7 @@ class Piece(StageGraph):
         attention = (around[index - 1] if index else around[0]).self_attn
         dtype, features, rows = attention.dtype, attention.features, attention.advance
         self.features, self.rows = features, rows
-        self.index, self.is_last = index, index == len(around)
+        self.stem, self.index, self.is_last = stem, index, index == len(around)
         self.fore, self.back = wires_of(stem, index), wires_of(stem, index - 1)
         inputs, outputs = [], []
         self.regions = []
@@ -233,6 +236,15 @@ class Piece(StageGraph):
         super().__init__(
             f"{stem}_{index:02}", [*inputs, *read(self.regions)], [*outputs, *written(moved)]
         )
+
+    @property
+    def program(self) -> str:
+        return self.name if self.index == 0 or self.is_last else f"{self.stem} between layers"
+
+    def own(self, weight: str, of: StageGraph) -> str:
+        assert isinstance(of, Piece), of.name
+        ahead = self.index - of.index
+        return LAYER.sub(lambda found: f".layers.{int(found[1]) + ahead}.", weight)
 
     def layers(self) -> list[GatedLayer | CodecLayer]:
         """Of the whole stage."""

@@ -77,6 +77,16 @@ class StageGraph(nn.Module):
         """What is written for it: itself, or what it shares with others."""
         return self
 
+    @property
+    def program(self) -> str:
+        """Of one model, stages that compute the same from other weights have the same."""
+        return self.name
+
+    def own(self, weight: str, of: "StageGraph") -> str:
+        """Name here of what is ``weight`` in ``of``, which has the same program."""
+        assert of.name == self.name, (of.name, self.name)
+        return weight
+
     def run(self, named: State) -> State:
         """Compute the outputs by name; a region's new value under the region's own name."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 from engines.bundle import Bundle, Manifest
 from engines.bundle_faults import faults
 from engines.ort_executor import OrtExecutor
-from export import build, verify
+from export import build, tiny, verify
 from export.ring_stages import CannotCut
 from export.source import from_seed
+from export.stages import graphs_of
 from export.tiny import MICRO
+from export.to_onnx import Weights, graph_bytes
+from export.traces import Traces
 from tests.export.calls import GREEDY, SEED, heard_among, speech
 
 pytestmark = pytest.mark.torch
@@ -193,3 +197,20 @@ def test_a_ring_stage_that_contradicts_its_regions_is_a_fault(
     change(raw)
     found = list(faults(msgspec.convert(raw, Manifest)))
     assert any(re.search(expected, fault) for fault in found), found
+
+
+def test_layers_alike_are_traced_once_and_written_as_if_each_had_been(tmp_path: Path) -> None:
+    config = replace(MICRO, mimi=replace(MICRO.mimi, layers=3), lm=replace(MICRO.lm, layers=4))
+    graphs = graphs_of(config, *tiny.seeded(config, SEED), attention="ring")
+    between = ["temporal_01", "temporal_02", "temporal_03", "mimi_encode_01", "mimi_encode_02"]
+    traces, shared, alone = Traces(), Weights(tmp_path), Weights(tmp_path)
+    traced = []
+    for graph in (graph for graph in graphs if graph.name in between):
+        if graph not in traces:
+            traced.append(graph.name)
+        assert graph_bytes(graph, shared, traces) == graph_bytes(graph, alone), graph.name
+    assert traced == ["mimi_encode_01", "temporal_01"]
+    for file in alone.files:
+        assert b"".join(shared.chunks(file)) == b"".join(alone.chunks(file)), file
+    assert shared.files == alone.files
+    assert len({name.split(".self_attn")[0] for name in shared.places}) > len(between)
