@@ -35,6 +35,8 @@ MEL, WORDS, COMMITMENT, INNER = 15.0, 1.0, 0.5, 2.0
 PEAK, LISTENER_PEAK = 1.5e-3, 5e-4
 LISTENER_FROM = 1_500
 """Step from which the listener's opinion counts; before it, there is nothing to listen to."""
+SAVE_S = 60.0
+"""Between two checkpoints."""
 REPORT = ("mel", "words", "right", "commitment", "pleasing", "inner", "listener")
 
 
@@ -130,8 +132,9 @@ class Trainer:
         zero = torch.zeros_like(mel)
         pleasing, inner, heard = zero, zero, zero
         if listened:
-            at = self.cut + self.offset
-            real, copy = self.pcm[:, at], made[:, at]
+            # gather, because the gradient of indexing sorts
+            at = (self.cut + self.offset).expand(len(made), -1)
+            real, copy = self.pcm.gather(1, at), made.gather(1, at)
             heard = self._listen(real, copy.detach())
             with self.brief():
                 _, real_inner = self.listener(real)
@@ -164,7 +167,6 @@ def train(
     folder: Path,
     pace: Pace,
     say: Callable[[str], None],
-    most_steps: int | None = None,
     peak: float = PEAK,
 ) -> dict[str, float]:
     """Continue the checkpoint in ``folder`` until the time is over and write it.
@@ -181,8 +183,8 @@ def train(
     size, device = trainer.size, trainer.mixer.device
     plain = Replay(lambda: trainer.step(False), device, say, size.capture)
     listened = Replay(lambda: trainer.step(True), device, say, size.capture)
-    next_report, report = 0.0, None
-    while pace.share() < 1 and (most_steps is None or steps - began < most_steps):
+    next_report, next_save = 0.0, SAVE_S
+    while pace.share() < 1:
         for rate, top in zip(trainer.rates, (peak, LISTENER_PEAK), strict=True):
             rate.fill_(rate_at(pace.share(), steps - began, top))
         trainer.feed()
@@ -194,9 +196,10 @@ def train(
             )
             say(f"codec step {steps}, {pace.spent_s():.1f} s: {values}")
             next_report = pace.spent_s() + max(1.0, pace.seconds / 40)
-    told = {"steps": steps, "seconds": seconds + pace.spent_s()}
-    if report is not None:
-        told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
-    for (name, model), optimizer in zip(models, trainer.optimizers, strict=True):
-        checkpoint.save(folder, name, model, optimizer, told)
+        if pace.spent_s() >= next_save or pace.share() >= 1:
+            told = {"steps": steps, "seconds": seconds + pace.spent_s()}
+            told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
+            for (name, model), optimizer in zip(models, trainer.optimizers, strict=True):
+                checkpoint.save(folder, name, model, optimizer, told)
+            next_save = pace.spent_s() + SAVE_S
     return told

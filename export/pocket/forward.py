@@ -10,11 +10,13 @@ one key fewer for the first of two rows (`export.models.transformer`).
 Not here: losses (`codec_losses`, `lm_losses`), quantising while training (`codebooks`).
 """
 
+import math
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from export.models.config import LmConfig
+from export.models.config import ROPE_MAX_PERIOD, LmConfig
 from export.models.lm import DepthLayer, LanguageModel
 from export.models.mimi import CodecTransformer, Elu, Mimi, ResidualBlock
 from export.models.streaming import CausalConv1d, CausalConvTranspose1d
@@ -93,22 +95,24 @@ def attention(
     weight: Tensor,
     turn: tuple[Tensor, Tensor],
     layer: CodecLayer | GatedLayer,
-    seen: Tensor,
+    seen: Tensor | None,
 ) -> Tensor:
-    """x (B, S, C) -> (B, S, C), before the last matrix."""
+    """x (B, S, C) -> (B, S, C), before the last matrix; seen: None is everything before."""
     batch, steps, features = x.shape
     heads = layer.self_attn.heads
     q, k, v = functional.linear(x, weight).view(batch, steps, 3, heads, -1).unbind(2)
     q, k = turned(q, turn).to(v.dtype), turned(k, turn).to(v.dtype)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    y = functional.scaled_dot_product_attention(q, k, v, seen)
+    y = functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
     return y.transpose(1, 2).reshape(batch, steps, features)
 
 
 def angles(rope: Rope, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (1, S, 1, D/2) of positions 0 .. S - 1."""
-    cosine, sine = rope(torch.zeros(1, dtype=torch.int64), steps)
-    return cosine.unsqueeze(2).to(device), sine.unsqueeze(2).to(device)
+    """Cosine and sine (1, S, 1, D/2) of positions 0 .. S - 1, made where they are needed."""
+    pairs = torch.arange(rope.head_features // 2, device=device, dtype=torch.float32)
+    frequencies = torch.exp(pairs * (-math.log(ROPE_MAX_PERIOD) * 2 / rope.head_features))
+    angle = torch.arange(steps, device=device, dtype=torch.float32).view(1, -1, 1, 1) * frequencies
+    return torch.cos(angle), torch.sin(angle)
 
 
 def turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -151,13 +155,11 @@ def temporal(lm: LanguageModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     for stream, table in enumerate(lm.emb):
         weight = table.get_parameter("weight")
         x = x + embedded(weight, ids[..., stream + 1])
-    at = torch.arange(steps, device=ids.device)
-    seen = at[None] <= at[:, None]
     turn = angles(lm.rope, steps, ids.device)
     for layer in lm.transformer.layers:
         assert isinstance(layer, GatedLayer), layer
         given = norm(x, layer.norm1.alpha)
-        mixed = attention(given, layer.self_attn.in_proj_weight, turn, layer, seen)
+        mixed = attention(given, layer.self_attn.in_proj_weight, turn, layer, None)
         x = x + functional.linear(mixed, layer.self_attn.out_proj.weight)
         x = x + gated(layer.gating, norm(x, layer.norm2.alpha))
     hidden = norm(x, lm.out_norm.alpha)

@@ -52,7 +52,6 @@ def run(wanted: Wanted, say: Say) -> None:
     lm_size = TINY_LM if wanted.rehearse else lm_training.Size()
     codec_size = replace(codec_size, capture=wanted.capture)
     lm_size = replace(lm_size, capture=wanted.capture)
-    most = 4 if wanted.rehearse else None
     stage = Stage(bank.read(wanted.bank))
     say(f"bank read, {opened.spent_s():.1f} s")
     lm_training.begin_writer(stage)
@@ -68,7 +67,7 @@ def run(wanted: Wanted, say: Say) -> None:
         if wanted.codec_seconds:
             trainer = codec_training.Trainer(mixer, stage.labels.count, codec_size)
             pace = Pace(wanted.codec_seconds)
-            told = codec_training.train(trainer, wanted.out, pace, say, most)
+            told = codec_training.train(trainer, wanted.out, pace, say)
             say(f"codec: {told}, {opened.spent_s():.1f} s")
             del trainer
         if wanted.lm_seconds:
@@ -77,6 +76,6 @@ def run(wanted: Wanted, say: Say) -> None:
             pool = lm_training.Pool(mixer, codec, lm_size)
             speaker = lm_training.Trainer(pool, stage.labels.count, lm_size)
             pace = Pace(wanted.lm_seconds)
-            told = lm_training.train(speaker, calls, wanted.out, pace, say, most)
+            told = lm_training.train(speaker, calls, wanted.out, pace, say)
             say(f"lm: {told}, {opened.spent_s():.1f} s")
         executor.shutdown(wait=False, cancel_futures=True)

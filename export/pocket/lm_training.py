@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from export.pocket import checkpoint, forward, script
 from export.pocket.codebooks import quantise
-from export.pocket.codec_training import Codec
+from export.pocket.codec_training import SAVE_S, Codec
 from export.pocket.mix import Mixer
 from export.pocket.model import CODEBOOKS, POCKET, begun
 from export.pocket.pace import Pace, rate_at
@@ -110,7 +110,8 @@ class Pool:
     def put(self, calls: list[Call]) -> None:
         """Mix, encode and keep ``calls`` in the place of the oldest."""
         sound = self.mixer.calls(calls)
-        found = encoded(self.codec, sound.flatten(0, 1))
+        parts = torch.split(sound.flatten(0, 1), 32)  # more would pass two thousand million values
+        found = torch.cat([encoded(self.codec, part) for part in parts])
         found = found.view(len(calls), 2, *found.shape[1:])
         at = slice(self.next, self.next + len(calls))
         self.codes[at] = torch.cat([found[:, DESK], found[:, CALLER]], dim=-1).to(torch.uint8)
@@ -218,7 +219,7 @@ class Trainer:
         picked = chance.topk(int(LEARNT * worth.numel()), sorted=False).indices
         spoken = target.flatten(0, 1)[picked, : 1 + CODEBOOKS]
         with torch.autocast(kind, torch.bfloat16, kind == "cuda", cache_enabled=False):
-            logits = forward.depth(lm, hidden.flatten(0, 1)[picked], spoken)
+            logits = forward.depth(lm, hidden.flatten(0, 1).index_select(0, picked), spoken)
         codes = spoken[:, 1:].t()
         per_book = functional.cross_entropy(
             logits.flatten(0, 1), codes.flatten().clamp(max=config.card - 1), reduction="none"
@@ -243,7 +244,6 @@ def train(
     folder: Path,
     pace: Pace,
     say: Callable[[str], None],
-    most_steps: int | None = None,
     peak: float = PEAK,
 ) -> dict[str, float]:
     """Continue the checkpoint in ``folder`` until the time is over and write it.
@@ -262,8 +262,8 @@ def train(
     hours = pool.full * size.frames * POCKET.period_ns / 3.6e12
     say(f"pool of {pool.full} calls, {hours:.1f} h, {pace.spent_s():.1f} s")
     replay = Replay(trainer.step, trainer.device, say, size.capture)
-    next_report, report = 0.0, None
-    while pace.share() < 1 and (most_steps is None or steps - began < most_steps):
+    next_report, next_save = 0.0, pace.spent_s() + SAVE_S
+    while pace.share() < 1:
         trainer.rate.fill_(rate_at(pace.share(), steps - began, peak))
         trainer.feed(generator)
         report = replay()
@@ -277,8 +277,9 @@ def train(
             )
             say(f"lm step {steps}, {pace.spent_s():.1f} s: {values}")
             next_report = pace.spent_s() + max(1.0, pace.seconds / 40)
-    told = {"steps": steps, "seconds": seconds + pace.spent_s()}
-    if report is not None:
-        told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
-    checkpoint.save(folder, "lm", trainer.speaker, trainer.optimizer, told)
+        if pace.spent_s() >= next_save or pace.share() >= 1:
+            told = {"steps": steps, "seconds": seconds + pace.spent_s()}
+            told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
+            checkpoint.save(folder, "lm", trainer.speaker, trainer.optimizer, told)
+            next_save = pace.spent_s() + SAVE_S
     return told
