@@ -37,6 +37,11 @@ logger = logging.getLogger(__name__)
 
 ANSWERS_S = 2.0
 
+WHY = {
+    "Connection reset by peer": "the caller hung up",
+    "Connection timed out": "the caller never confirmed that the call was answered",
+}
+
 READ_BYTES = 16_384
 SAMPLE_BYTES = 2
 NOBODY = IPv4Network("255.255.255.255/32")
@@ -435,8 +440,11 @@ def _address(header: str) -> str:
 
 
 def _why(text: str) -> str:
-    """Why a call ended, from what the stack says: of a BYE, what a socket would say."""
-    return "the caller hung up" if text.startswith("Connection reset by peer") else text or "closed"
+    """Why a call ended, from what the stack says: of SIP what a socket would say of itself."""
+    for theirs, ours in WHY.items():
+        if text.startswith(theirs):
+            return ours
+    return text or "closed"
 
 
 def _stats(groups: dict[str, Any]) -> dict[str, float]:

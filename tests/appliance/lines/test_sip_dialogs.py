@@ -121,6 +121,104 @@ def test_a_bye_before_the_ack(box: SlowBox, phone: Phone) -> None:
     until(lambda: box.live() == 0)
 
 
+def test_everything_sent_twice_is_done_once(box: SlowBox, phone: Phone) -> None:
+    before = len(box.sessions)
+    phone.dial()
+    ack = phone.request("ACK")
+    for _ in range(3):
+        phone.send(ack)
+    assert phone.talk(speech(0.3)).arrived_s.size > 8
+    phone.sequence += 1
+    bye = phone.request("BYE")
+    phone.send(bye)
+    phone.send(bye)
+    assert phone.answer("BYE")[0] == 200
+    phone.send(bye)  # its 200 was lost
+    assert phone.answer("BYE")[0] == 200
+    phone.send(ack)
+    until(lambda: box.live() == 0)
+    assert len(box.sessions) == before + 1
+
+
+def test_a_cancel_that_comes_twice_or_too_late(box: SlowBox, phone: Phone) -> None:
+    phone.sequence = 1
+    cancel = phone.request("CANCEL", branch=phone.branch("INVITE", 1))
+    phone.dial()
+    phone.send(cancel.replace(b"CSeq: 1", b"CSeq: %d" % phone.sequence))
+    assert phone.answer("CANCEL")[0] in (200, 481)
+    assert phone.talk(speech(0.4)).arrived_s.size > 12  # an answered call cannot be cancelled
+    assert phone.hang_up() == 200
+    until(lambda: box.live() == 0)
+    with Phone("bot", phone.box[1]) as other:
+        box.hesitates = True
+        other.sequence = 1
+        other.send(other.request("INVITE", other.sdp()))
+        assert other.answer("INVITE", least=180)[0] == 180
+        until(lambda: box.waiting)
+        cancel = other.request("CANCEL", branch=other.branch("INVITE", 1))
+        other.send(cancel)
+        other.send(cancel)
+        assert other.answer("INVITE")[0] == 487
+        other.send(cancel)
+        assert other.answer("CANCEL")[0] in (200, 481)
+        box.hesitates = False
+        box.waiting.clear()
+
+
+def test_a_bye_while_it_still_rings(box: SlowBox, running: Line, phone: Phone) -> None:
+    box.hesitates = True
+    try:
+        phone.sequence = 1
+        phone.send(phone.request("INVITE", phone.sdp()))
+        _, text = phone.answer("INVITE", least=180)
+        found = re.search(r"^To:.*;tag=([^;\r]+)", text, re.M)
+        assert found is not None
+        phone.to_tag = found[1]
+        until(lambda: box.waiting)
+        phone.sequence = 2
+        phone.send(phone.request("BYE"))
+        seen = {phone.answer("BYE")[0], phone.answer("INVITE")[0]}
+        assert seen <= {200, 481, 487}
+    finally:
+        box.hesitates = False
+        box.waiting.clear()
+    until(lambda: all(row.ended for row in running.rows()), 15.0)
+    assert box.live() == 0
+
+
+def test_an_offer_that_comes_with_the_ack(box: SlowBox, phone: Phone) -> None:
+    phone.sequence = 1
+    phone.send(phone.request("INVITE"))
+    status, text = phone.answer("INVITE")
+    assert status == 200
+    offer = text.partition("\r\n\r\n")[2]
+    assert "m=audio" in offer
+    found = re.search(r"^To:.*;tag=([^;\r]+)", text, re.M)
+    port = re.search(r"^m=audio (\d+)", text, re.M)
+    assert found is not None
+    assert port is not None
+    phone.to_tag, phone.media = found[1], ("127.0.0.1", int(port[1]))
+    phone.send(phone.request("ACK", phone.sdp()))
+    assert phone.talk(speech(0.6)).arrived_s.size > 15
+    assert phone.hang_up() == 200
+    until(lambda: box.live() == 0)
+
+
+def test_requests_out_of_order(box: SlowBox, phone: Phone) -> None:
+    before = len(box.sessions)
+    phone.dial()
+    phone.sequence = 9
+    assert phone.invite()[0] == 200  # 10
+    phone.sequence = 4
+    with pytest.raises(Refused, match="500"):
+        phone.invite()  # an old one, late
+    phone.sequence = 10
+    assert phone.talk(speech(0.4)).arrived_s.size > 12
+    assert phone.hang_up() == 200
+    until(lambda: box.live() == 0)
+    assert len(box.sessions) == before + 1
+
+
 @pytest.mark.parametrize("direction", ["sendonly", "inactive"])
 def test_hold_and_back(box: SlowBox, running: Line, phone: Phone, direction: str) -> None:
     phone.dial()

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,7 @@ IMPAIRED = [
     Network(skew_ppm=300),
     Network(skew_ppm=-300),
     Network(loss=0.05, jitter_s=0.06, skew_ppm=300),
+    Network(loss=0.05, jitter_s=0.06, skew_ppm=-300),
 ]
 
 
@@ -247,6 +249,58 @@ def test_sipp_thousands_of_short_calls_leave_nothing_behind(tmp_path: Path) -> N
     assert len(running.rows()) == calls
     assert after.descriptors <= settled.descriptors + 2
     assert after.rss_kb < settled.rss_kb * 1.25
+
+
+def test_sipp_with_a_third_of_all_messages_lost_leaves_no_ghost(tmp_path: Path) -> None:
+    """INVITE, answers, ACK and BYE alike, sent again until they arrive: each call ends as it was
+    told to, and the box knows of no other."""
+    with (
+        FakeBox(tmp_path) as box,
+        line(tmp_path, box.path, "calls_per_s = 1000\nmost = 60") as running,
+    ):
+        code, screen = sipp(tmp_path, running.port, 60, 1.0, rate=10, lost=33)
+        until = now_s() + 40
+        while not all(row.ended for row in running.rows()):
+            assert now_s() < until
+            sleep(0.1)
+        rows = running.rows()
+    print_figures("a third lost", code=code, ends=sorted({row.why for row in rows}))
+    assert len(rows) == len(box.sessions) <= 60, screen
+    assert all(session.gone == "left" for session in box.sessions)
+    # One whose BYE got lost ten times in a row, or whose INVITE did, is SIPp's to count as failed.
+    assert sum(row.why == "the caller hung up" for row in rows) >= 57
+
+
+def test_an_answer_that_is_never_confirmed_ends_after_half_a_minute(tmp_path: Path) -> None:
+    """RFC 3261 has the answer repeated for 64 x T1, and then the call ended with BYE."""
+    with FakeBox(tmp_path) as box, line(tmp_path, box.path) as running:
+        with Phone("bot", running.port) as phone:
+            phone.sequence = 1
+            phone.send(phone.request("INVITE", phone.sdp()))
+            _, text = phone.answer("INVITE")
+            began = now_s()
+            answers = 1
+            while not box.sessions[0].gone:
+                assert now_s() < began + 40
+                try:
+                    _, again = phone.answer("INVITE", timeout_s=1.0)
+                except TimeoutError:
+                    continue
+                answers += 1
+                assert tag(again) == tag(text)
+            assert [said.partition(" ")[0] for said in phone.said] == ["BYE"]
+        running.wait("call 1 over")
+    print_figures("no ACK", answers=answers, seconds=now_s() - began)
+    assert answers >= 10
+    (row,) = running.rows()
+    assert row.why == "the caller never confirmed that the call was answered"
+    assert row.talked_ms == 0
+
+
+def tag(text: str) -> str:
+    found = re.search(r"^To:.*;tag=([^;\r]+)", text, re.M)
+    assert found is not None
+    return found[1]
 
 
 # --- what is no telephone
