@@ -153,7 +153,7 @@ class PhoneCall:
 
     @property
     def tape(self) -> Tape | None:
-        """Its recording."""
+        """Its recording; whoever made it closes it."""
         return self._extras.tape
 
     @property
@@ -451,7 +451,5 @@ class PhoneCall:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        if self._extras.tape is not None:
-            self._extras.tape.close()
         self.state = State.OVER
         self.ended_ns = now_ns

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance.clock import NS_PER_S, Clock, wall_stamp
+from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
 from appliance.lines.recording import Conversation
 from appliance.lines.sip_config import SipRecording
 from appliance.lines.wav import WavError
@@ -32,6 +32,9 @@ SUFFIX = ".wav"
 
 MOST_WAITING = 10_000
 """Frames that may wait for the disk: of 100 calls, 4 s."""
+
+GAP_NS = 50 * NS_PER_MS
+"""What frames may seem to lie apart and still abut: two packets, and a turn of the line."""
 
 LOOK_NS = 5 * NS_PER_S
 """How often the disk is looked at while something is recorded."""
@@ -70,6 +73,8 @@ class Tape:
         """Frames that the disk was too slow for."""
         self._recorder = recorder
         self._is_closed = False
+        self._next_ns = 0
+        """When what the caller has been sent so far has been heard."""
         # The thread's:
         self.conversation: Conversation | None = None
         self.trouble = ""
@@ -85,7 +90,14 @@ class Tape:
         self._recorder.put(self, _What.SAID, pcm, arrived_ns)
 
     def heard(self, pcm: NDArray[np.float32], playout_ns: int) -> None:
-        """The caller hears (S,) float32 from ``playout_ns`` on."""
+        """The caller hears (S,) float32 from about ``playout_ns`` on.
+
+        A sender takes whole packets, so that is known to a packet only; frames abut unless there
+        was a gap.
+        """
+        if abs(playout_ns - self._next_ns) < GAP_NS:
+            playout_ns = self._next_ns
+        self._next_ns = playout_ns + self._recorder.frame_ns
         if self._recorder.is_behind:
             self.left_out += 1
         else:
@@ -120,6 +132,7 @@ class Recorder:
             tuple[Tape, _What, NDArray[np.float32] | None, int] | None
         ] = queue.SimpleQueue()
         self._samples, self._rate_hz = 0, 0
+        self.frame_ns = 0
         self._silence = np.zeros(0, np.float32)
         self._open: set[Tape] = set()
         self._no_room = ""
@@ -132,6 +145,7 @@ class Recorder:
     def frames(self, samples: int, rate_hz: int) -> None:
         """What the model's frames are, before the first tape; a line keeps to one model."""
         self._samples, self._rate_hz = samples, rate_hz
+        self.frame_ns = samples * NS_PER_S // rate_hz
         self._silence = np.zeros(samples, np.float32)
 
     def tape(self, name: str) -> Tape:
@@ -179,8 +193,8 @@ class Recorder:
             if tape.conversation is None:
                 tape.conversation = Conversation(tape.path, self._rate_hz)
                 self._open.add(tape)
-            began_ns = at_ns - self._samples * NS_PER_S // self._rate_hz
-            tape.conversation.said(self._silence if pcm is None else pcm, began_ns)
+            audio = self._silence if pcm is None else pcm
+            tape.conversation.said(audio, at_ns - self.frame_ns)
         elif tape.conversation is not None and pcm is not None:
             tape.conversation.heard(pcm, at_ns)
 

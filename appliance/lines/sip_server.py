@@ -129,7 +129,7 @@ class SipServer:
                 self._boxes.close()
             for number, call in self._calls.items():
                 call.lost("this line stopped", self._clock.now_ns())
-                self._records.write(self._row(number, call))
+                self._write_down(number, call)
             await asyncio.to_thread(self._extras.close)
             await asyncio.sleep(0)  # what the recorder said last is heard
             self._records.close()
@@ -294,10 +294,7 @@ class SipServer:
                 self._stack.transfer(leg, target)
 
     def _finish(self, number: int, call: PhoneCall) -> None:
-        row = self._row(number, call)
-        self._records.write(row)
-        if (tape := call.tape) is not None:
-            self._recorded_rows[tape.name] = row
+        row = self._write_down(number, call)
         del self._calls[number], self._rows[number]
         self._operators.discard(number)
         self._legs.pop(call.incoming.leg, None)
@@ -383,8 +380,14 @@ class SipServer:
 
     # --- what is left of a call
 
-    def _row(self, number: int, call: PhoneCall) -> Row:
-        return row_at_end(self._rows[number], call, self._clock.now_ns())
+    def _write_down(self, number: int, call: PhoneCall) -> Row:
+        """Its record, as it is when the call is over; what it was recorded on is finished."""
+        row = row_at_end(self._rows[number], call, self._clock.now_ns())
+        self._records.write(row)
+        if (tape := call.tape) is not None:
+            self._recorded_rows[tape.name] = row  # before the recorder can say that it is done
+            tape.close()
+        return row
 
     def _recorded(self, recorded: Recorded) -> None:
         """The recorder's thread has finished a file."""

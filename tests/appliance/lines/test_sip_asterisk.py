@@ -79,6 +79,7 @@ def test_asterisk_sends_a_caller_on(tmp_path: Path, user: str, is_done: bool) ->
     with asterisk(tmp_path, speech(8.0)) as pbx, FakeBox(tmp_path) as box:
         target = f"sip:{user}@127.0.0.1:{pbx.port}"
         account = f'domain = "127.0.0.1:{pbx.port}"\nregister = true\npassword_file = "{secret}"'
+        account += '\npersona = "You are Ann."\nvoice = "alto"'
         extra = f'transfer_to = ["sip:*@127.0.0.1:{pbx.port}"]'
         with line(tmp_path, box.path, extra, account) as running:
             running.wait("account bot is registered")
@@ -96,5 +97,7 @@ def test_asterisk_sends_a_caller_on(tmp_path: Path, user: str, is_done: bool) ->
             running.wait("call 1 over", 40)
         (row,) = running.rows()
     print_figures(f"asterisk transfer {user}", said=box.transferred, row=row)
+    join = box.sessions[0].join
+    assert (join.persona, join.voice, join.transfers) == ("You are Ann.", "alto", True)
     assert box.transferred[0].is_done is is_done
     assert (row.transfer_to, row.transfer_by) == (target, "operator")

@@ -6,17 +6,20 @@ model's goodbye, and recordings.
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile as sf
+import soxr
 
 from appliance.lines.sip_records import Row
 from appliance.lines.wav import WavWriter
-from tests.appliance.lines.test_sip import Line, line, speech
+from tests.appliance.lines.test_sip import Line, line, snr_db, speech
 from tests.fakes_line import FakeBox, Trouble
+from tests.sip_debian import baresip
 from tests.sip_peer import Phone, now_s, sleep
 
 pytestmark = pytest.mark.slow
@@ -33,6 +36,10 @@ max_s = 1
 [[sip.accounts]]
 user = "taped"
 record = true
+[[sip.accounts]]
+user = "both"
+record = true
+words = { "It goes" = "hang-up" }
 [[sip.accounts]]
 user = "polite"
 words = { "It goes" = "hang-up" }
@@ -254,3 +261,34 @@ def test_both_sides_are_recorded_after_the_announcement(box: FakeBox, running: L
     assert row.recorded_ms == pytest.approx(1000 * seconds, abs=100)
     assert last(running).id == row.id
     assert sum(row.recording != "" for row in running.rows()) == 1  # nobody else's call
+
+
+@pytest.mark.peers
+def test_debian_baresip_is_recorded_and_hung_up_on(
+    box: FakeBox, running: Line, tmp_path: Path
+) -> None:
+    voice = (speech(9.0) / 32_768).astype(np.float32)
+    heard, heard_hz = baresip(tmp_path, running.port, "pcma", voice, 8_000, 12, user="both")
+    row = last(running)
+    (done,) = [e for e in events(running, row, "recorded") if e["event"] == "recorded"]
+    assert row.why == 'words "It goes"'  # and not baresip, which would have stayed for 12 s
+    pcm, rate_hz = sf.read(str(done["recording"]), dtype="float32")
+    left = soxr.resample(pcm[:, 0], rate_hz, 8_000)
+    right = soxr.resample(pcm[:, 1], rate_hz, 8_000)
+    rest = np.zeros(8_000, np.float32)
+    caller = snr_db(
+        np.asarray(left * 32_767, np.int16),
+        np.asarray(np.concatenate([voice, rest]) * 32_767, np.int16),
+    )
+    model = snr_db(
+        np.asarray(right * 32_767, np.int16),
+        np.asarray(
+            np.concatenate([heard[2_000:], rest])  # most of the announcement
+            * 32_767,
+            np.int16,
+        ),
+    )
+    sys.stderr.write(f"\nrecorded of baresip: caller {caller:.1f} dB, model {model:.1f} dB\n")
+    assert heard_hz == 8_000
+    assert caller > 25  # on a quiet machine what G.711 leaves, 38, in both
+    assert model > 25

@@ -84,6 +84,23 @@ def test_both_sides_lie_where_they_were_heard(rig: Rig) -> None:
     assert done.seconds == pytest.approx(pcm.shape[0] / RATE_HZ)
 
 
+def test_a_sender_that_takes_whole_packets_leaves_no_clicks(rig: Rig) -> None:
+    tape = rig.recorder.tape("a-5")
+    for k in range(40):
+        tape.said(frame(0.5), (k + 1) * PERIOD_NS)
+        tape.heard(frame(0.25), 100 * NS_PER_MS + k * PERIOD_NS + (k * 13 % 41 - 20) * NS_PER_MS)
+    for k in range(40, 60):  # a gap, and on
+        tape.said(frame(0.5), (k + 1) * PERIOD_NS)
+        tape.heard(frame(0.25), 180 * NS_PER_MS + k * PERIOD_NS)
+    tape.close()
+    rig.recorder.close()
+    right = sf.read(rig.finished[0].path)[0][:, 1]
+    first, last = np.flatnonzero(right)[[0, -1]]
+    holes = np.flatnonzero(right[first:last] == 0)
+    assert holes.size == pytest.approx(800, abs=10)  # the gap of 100 ms, and no other
+    assert (np.diff(holes) == 1).all()
+
+
 def test_ticks_without_a_frame_keep_their_time(rig: Rig) -> None:
     tape = rig.recorder.tape("a-2")
     for k in range(10):
