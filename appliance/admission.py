@@ -84,6 +84,9 @@ class Forecast:
     """Lengths of calls, each as likely as the others. Statistical only."""
     fill_now: float = 0.0
     """Sum of the live sessions' fills as measured; a lower bound. Statistical only."""
+    before: tuple[StepModel, ...] = ()
+    """Fits of the last seconds. They differ by chance, and callers ask again and again: without
+    them somebody would be let in whenever one of them is low."""
 
     def tick_ns(self, sessions: int) -> int:
         """The p99.9 tick with ``sessions`` live."""
@@ -91,7 +94,7 @@ class Forecast:
         if self.policy is Policy.STATISTICAL:
             bound = fill_bound(sessions, self.full_ns, self.call_lengths_ns)
             fill = min(fill, max(bound, self.fill_now))
-        return self.model.p999_ns(sessions, fill)
+        return max(model.p999_ns(sessions, fill) for model in (self.model, *self.before))
 
     def holds(self, sessions: int) -> bool:
         """Whether all ticks but one in a thousand would end before the deadline minus guard."""

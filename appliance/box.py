@@ -17,7 +17,7 @@ from appliance.calibration import Recalibration, calibrate, warm_up
 from appliance.channel import Capacities
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
-from appliance.engine import open_engine
+from appliance.engine import open_engine, open_primer
 from appliance.ledger_writer import LedgerWriter, RecordRing
 from appliance.notify import Notify
 from appliance.priming import PrimingDesk
@@ -25,7 +25,7 @@ from appliance.realtime import ask_for_priority
 from appliance.reception import Reception
 from appliance.retention import Keep
 from appliance.side_models import SideModels, plan
-from appliance.step_model import StepSamples
+from appliance.step_model import BESIDE_SESSION_NS, StepSamples
 from appliance.switchboard import Switchboard
 from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
@@ -67,7 +67,7 @@ class Box:
         self._priority = config.clock.realtime_priority
         self._notify = notify or Notify({})
         self._calibrate_ns = config.admission.calibrate_s * NS_PER_S
-        self._samples = StepSamples()
+        self._samples = StepSamples(BESIDE_SESSION_NS)
         self._failure: BaseException | None = None
         ring = RecordRing(config.ledger.ring_records)
         try:
@@ -81,7 +81,8 @@ class Box:
             ) from None
         desk = None
         if executor.bundle.manifest.prompt is not None and isinstance(executor, Primes):
-            desk = PrimingDesk(executor.primer(), executor.bundle.manifest, executor.slots, clock)
+            primer = open_primer(executor, config.engine)
+            desk = PrimingDesk(primer, executor.bundle.manifest, executor.slots, clock)
         self.reception = Reception(executor.bundle, desk, config.persona)
         self.beside = SideModels(plan(config.beside), timing, clock, self._priority)
         self.loop = TickLoop(

@@ -21,6 +21,10 @@ WARM_STEPS = 3
 """Steps per batch size before the box is ready: an executor has two phases, and the first runs of
 a graph allocate."""
 
+SETTLE_STEPS = 2
+"""Steps of a kind that are not counted: in those an engine does for a whole batch of sessions what
+it does for one joiner otherwise."""
+
 LEAST_STEPS = 8
 """Per batch and age, whatever the budget: a median of fewer means nothing."""
 
@@ -57,9 +61,8 @@ def calibrate(
 ) -> None:
     """Time steps of each of `calibration_batches`, young and at full retention.
 
-    budget_ns: for all of it; shared equally, and exceeded only by `LEAST_STEPS`. Ends early at the
-    first batch that no period has room for. The slots hold nobody yet; each session's `join` cleans
-    its slot.
+    budget_ns: for all of it; shared equally, and exceeded only by `LEAST_STEPS`. Leaves out batches
+    that no period has room for. The slots hold nobody yet; each session's `join` cleans its slot.
     """
     ages = calibration_ages(executor)
     if executor.bundle.manifest.ticks_until_full() and len(ages) == 1:
@@ -67,14 +70,19 @@ def calibrate(
             "this engine cannot be timed at full retention: the forecast starts from young "
             "sessions and learns from live ones"
         )
-    batches = calibration_batches(executor.slots)
-    kinds = [(batch, age) for batch in batches for age in ages]
+    kinds = calibration_kinds(executor)
     period_ns = executor.bundle.manifest.timing.period_ns
     end_ns = clock.now_ns() + budget_ns
+    hopeless = executor.slots + 1
     for number, (batch, age) in enumerate(kinds):
+        if batch >= hopeless:
+            continue
         _seat(executor, batch, age)
         until_ns = clock.now_ns() + max(0, end_ns - clock.now_ns()) // (len(kinds) - number)
         took_ns: list[int] = []
+        for _ in range(SETTLE_STEPS):
+            if not stopping():
+                executor.step(batch)
         while len(took_ns) < KEEP_TICKS:
             before_ns = clock.now_ns()
             if stopping() or (before_ns >= until_ns and len(took_ns) >= LEAST_STEPS):
@@ -83,7 +91,9 @@ def calibrate(
             after_ns = clock.now_ns()
             took_ns.append(after_ns - before_ns)
             if _is_hopeless(batch, took_ns, period_ns):
-                return
+                hopeless = batch
+                took_ns.clear()
+                break
             clock.sleep_until(after_ns + (after_ns - before_ns) // REST)
         for one_ns in took_ns:
             samples.add(batch, batch if age else 0, one_ns)
@@ -101,6 +111,16 @@ def calibration_ages(executor: Executor) -> list[int]:
     """Young, and at full retention where the engine can be timed there; in ticks."""
     full = executor.bundle.manifest.ticks_until_full()
     return [0, full] if isinstance(executor, Ages) and full else [0]
+
+
+def calibration_kinds(executor: Executor) -> list[tuple[int, int]]:
+    """(batch, age) in the order in which they are timed: small before large, young before old.
+
+    So an engine whose memory follows the ages only ever needs more of it: giving memory back takes
+    an engine's time in the steps that follow, and would be taken for what such a batch costs.
+    """
+    batches = calibration_batches(executor.slots)
+    return [(batch, age) for age in calibration_ages(executor) for batch in batches]
 
 
 def _seat(executor: Executor, batch: int, age: int) -> None:
@@ -121,32 +141,45 @@ class Recalibration:
         """(batch, sum of fills, busy_ns) of all steps, for the control thread to take."""
         self._executor = executor
         self._clock = clock
-        ages, batches = calibration_ages(executor), calibration_batches(executor.slots)
-        self._kinds = [(batch, age) for batch in batches for age in ages]
+        self._kinds = calibration_kinds(executor)
         self._found: list[tuple[int, float, int]] = []
+        self._kind = 0
+        """Which of the kinds is timed."""
+        self._mine: list[int] = []
+        """What its steps took, those that settle first."""
+        self._hopeless = executor.slots + 1
 
     def work(self) -> None:
         """One step. Only between ticks, and only while nobody is live, waits or is primed."""
         if not self.asked:
             return
-        kind, step = divmod(len(self._found), RECALIBRATE_STEPS)
-        batch, age = self._kinds[kind]
-        if step == 0:
+        batch, age = self._kinds[self._kind]
+        if not self._mine:
             _seat(self._executor, batch, age)
         before_ns = self._clock.now_ns()
         self._executor.step(batch)
-        self._found.append((batch, batch if age else 0.0, self._clock.now_ns() - before_ns))
-        mine = [busy_ns for _, _, busy_ns in self._found[kind * RECALIBRATE_STEPS :]]
-        if _is_hopeless(batch, mine, self._executor.bundle.manifest.timing.period_ns):
-            self._finish(kind * RECALIBRATE_STEPS)
-        elif len(self._found) == len(self._kinds) * RECALIBRATE_STEPS:
-            self._finish(len(self._found))
+        self._mine.append(self._clock.now_ns() - before_ns)
+        counted = self._mine[SETTLE_STEPS:]
+        if _is_hopeless(batch, counted, self._executor.bundle.manifest.timing.period_ns):
+            self._hopeless = batch
+        elif len(counted) < RECALIBRATE_STEPS:
+            return
+        else:
+            fill = batch if age else 0.0
+            self._found.extend((batch, fill, busy_ns) for busy_ns in counted)
+        self._mine.clear()
+        self._kind += 1
+        while self._kind < len(self._kinds) and self._kinds[self._kind][0] >= self._hopeless:
+            self._kind += 1
+        if self._kind == len(self._kinds):
+            self.done = self._found
+            self._forget()
+            _seat(self._executor, self._executor.slots, 0)  # old ones own memory nobody needs
 
     def drop(self) -> None:
         """Somebody came: what was timed so far is left, and begun anew when it is asked again."""
-        self._found.clear()  # slots are left alone: somebody may sit in any of them by now
-        self.asked = False
+        self._forget()  # slots are left alone: somebody may sit in any of them by now
 
-    def _finish(self, counted: int) -> None:
-        self.done, self._found, self.asked = self._found[:counted], [], False
-        _seat(self._executor, self._executor.slots, 0)  # old ones own memory that nobody needs
+    def _forget(self) -> None:
+        self._found, self._mine, self._kind = [], [], 0
+        self._hopeless, self.asked = self._executor.slots + 1, False

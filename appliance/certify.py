@@ -54,7 +54,7 @@ from appliance.lines.callers import Conditions
 from appliance.lines.synthetic import SyntheticReport
 from appliance.report import Summary
 from appliance.seat import TickCounts
-from appliance.step_model import StepSamples
+from appliance.step_model import BESIDE_SESSION_NS, StepSamples
 from engines import bundle as bundles
 from engines.bundle import Bundle
 from engines.executor import Executor
@@ -186,7 +186,7 @@ def measure(engine: Engine, asked: Asked, out: Path, say: Say, progress: Say) ->
 
 def _guess(executor: Executor) -> int:
     """Where to begin: what the engine's own steps promise, before anybody has called."""
-    clock, samples, policy = MonotonicClock(), StepSamples(), AdmissionConfig()
+    clock, samples, policy = MonotonicClock(), StepSamples(BESIDE_SESSION_NS), AdmissionConfig()
     warm_up(executor, lambda: False)
     calibrate(executor, clock, policy.calibrate_s * NS_PER_S, samples, lambda: False)
     model = samples.fit(clock.now_ns())
@@ -254,6 +254,7 @@ def _hold(
             _command(config.control.socket, conditions, asked.speech, left),
             log,
             lambda seconds, counts: progress(_progress_line(seconds, counts, conditions.callers)),
+            config.clock.realtime_priority // 2,
         )
         callers.start()
         try:

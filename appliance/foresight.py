@@ -5,6 +5,7 @@ counters and asks the pure functions of `admission` and `step_model`. It decides
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -71,6 +72,8 @@ class Foresight:
         self._calls_ns = tuple(length * NS_PER_S for length in config.call_lengths_s)
         self._fill_now = 0.0
         self._fitted_ns: int | None = None
+        self._before: deque[tuple[int, StepModel]] = deque()
+        """When each of the last fits was made, and the fit."""
         self._idle_since_ns: int | None = None
         self._calibrated_ns: int | None = None
         self._slower = 1.0
@@ -107,6 +110,7 @@ class Foresight:
         if idle.done is not None:
             self._samples.renew(idle.done)
             idle.done, self._fitted_ns, self._calibrated_ns = None, None, now_ns
+            self._before.clear()
             logger.info("steps were timed again: ticks=%d", self._samples.added)
         if loop.counts.live:
             self._idle_since_ns = None
@@ -154,6 +158,11 @@ class Foresight:
             # Also when nothing was added: what is too old no longer counts.
             self.model = self._samples.fit(now_ns) or self.model
             self._fitted_ns = now_ns
+            if self.model is not None:
+                self._before.append((now_ns, self.model))
+            calm_ns = self._config.calm_s * NS_PER_S
+            while self._before and now_ns - self._before[0][0] > calm_ns:
+                self._before.popleft()
             if self._samples.slower != self._slower:
                 self._slower = self._samples.slower
                 logger.warning("steps take %.2f times what was calibrated", self._slower)
@@ -167,6 +176,7 @@ class Foresight:
             full_ns=self._full_ns,
             call_lengths_ns=self._calls_ns,
             fill_now=self._fill_now,
+            before=tuple(model for _, model in self._before),
         )
 
     def plan_shed(self, live: Sequence[int]) -> int | None:

@@ -156,7 +156,9 @@ TICK = _layout(
 )
 """One due frame of one session."""
 
-TICK_FIELDS = tuple(sorted(TICK.names or (), key=lambda name: (TICK.fields or {})[name][1]))
+assert TICK.fields is not None
+_PLACES: dict[str, int] = {name: int(place[1]) for name, place in TICK.fields.items()}
+TICK_FIELDS = tuple(sorted(_PLACES, key=_PLACES.__getitem__))
 """In order of their places."""
 
 TICK_VALUES = struct.Struct("<BBHIQqqqqqIiHHHHIiII")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from appliance.box import Box
 from appliance.clock import NS_PER_S
+from appliance.realtime import ask_for_priority
 from appliance.seat import TickCounts
 
 PROGRESS_S = 0.25
@@ -33,12 +34,15 @@ class LineProcess:
         command: list[str],
         log: Path | None,
         progress: Callable[[float, TickCounts], None],
+        priority: int = 0,
     ) -> None:
+        """priority: of the thread; as of the box's other threads, see `realtime`."""
         self.exit_code: int | None = None
         self._box = box
         self._command = command
         self._log = log
         self._progress = progress
+        self._priority = priority
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="line-process")
         self._process: subprocess.Popen[bytes] | None = None
@@ -61,6 +65,7 @@ class LineProcess:
 
     def _run(self) -> None:
         try:
+            ask_for_priority(self._priority, "the thread that watches the callers")
             while not self._box.switchboard.ready:
                 if self._stop.wait(0.05):
                     return

@@ -348,7 +348,8 @@ class TickLoop:
         aged = sum([min(seat.age, full) for seat in seats])
         began_ns = max(self.grid.start_ns(tick), self._done_ns)
         counts.slow_run = counts.slow_run + 1 if done_ns - began_ns > self.grid.period_ns else 0
-        self.steps_seen.put(plan.batch, aged * 1000 // full, done_ns - began_ns, margin_ns)
+        busy_ns = done_ns - began_ns
+        self.steps_seen.put(plan.batch, aged * 1000 // full, busy_ns, margin_ns, step_ns)
         self._done_ns = done_ns
 
     def _gather(self, seats: list[Seat], plan: TickPlan) -> list[tuple[int, UplinkHeader | None]]:

@@ -159,7 +159,8 @@ def hold(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str, An
             *("--count", str(args.sessions), "--talk", str(args.minutes * 60)),
             *("--stagger", str(args.stagger), "--jitter-ms", str(args.jitter_ms)),
         ]
-        lines = LineProcess(box, command, folder / "callers.log", progress)
+        priority = config.clock.realtime_priority // 2
+        lines = LineProcess(box, command, folder / "callers.log", progress, priority)
         lines.start()
         try:
             box.run()

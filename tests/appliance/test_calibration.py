@@ -9,6 +9,7 @@ import pytest
 from appliance.calibration import (
     LEAST_STEPS,
     RECALIBRATE_STEPS,
+    SETTLE_STEPS,
     Recalibration,
     calibrate,
     calibration_batches,
@@ -19,6 +20,8 @@ from appliance.clock import TickGrid
 from appliance.seat import Depart
 from appliance.session import Event
 from appliance.step_model import KEEP_TICKS, StepSamples
+from engines.cuda_executor import CudaExecutor, CudaOptions
+from tests.engines import fake_driver, toy
 from tests.fakes import PERIOD_NS, FakeCaller, FakeClock, FakeExecutor, make_bundle, make_loop
 
 
@@ -82,14 +85,15 @@ def test_batches_no_period_has_room_for_are_left_out_and_forecast_all_the_same(
     model = samples.fit(0)
     assert model is not None
     # 16 young ones take 37 ms, 16 old ones 85: a step of those says nothing about any tick.
-    assert (model.largest_batch, max(executor.batches)) == (16, 16)
+    assert (model.largest_batch, executor.batches[-1]) == (32, 16)
     assert model.p999_ns(16, 16) >= 85 * MS * (1 - 1e-6)
     idle = Recalibration(executor, clock)
     idle.asked = True
-    for _ in range(10 * RECALIBRATE_STEPS):
+    for _ in range(11 * (SETTLE_STEPS + RECALIBRATE_STEPS)):
         idle.work()
     assert idle.done is not None
-    assert {batch for batch, _, _ in idle.done} == {1, 2, 4, 8, 16}
+    assert {batch for batch, fill, _ in idle.done if fill} == {1, 2, 4, 8}
+    assert {batch for batch, fill, _ in idle.done if not fill} == {1, 2, 4, 8, 16, 32}
     assert max(busy_ns for _, _, busy_ns in idle.done) < PERIOD_NS
 
 
@@ -153,7 +157,7 @@ def test_steps_are_timed_again_while_nobody_is_there_and_left_when_somebody_come
     assert loop.counts.late == 0
     loop.inbox.append(Depart(caller.session, Event.LEAVE))
     idle.asked = True
-    turn(6 * RECALIBRATE_STEPS)
+    turn(6 * (SETTLE_STEPS + RECALIBRATE_STEPS))
     assert idle.done is not None
     samples.renew(idle.done)
     model = samples.fit(0)
@@ -162,3 +166,24 @@ def test_steps_are_timed_again_while_nobody_is_there_and_left_when_somebody_come
     assert terms == pytest.approx((15 * MS, 6 * MS, 9 * MS), rel=1e-6)
     assert not idle.asked
     caller.close()
+
+
+def test_an_engine_gives_no_memory_back_while_its_steps_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Young sessions timed after old ones would pay for the pages of those."""
+    fake_driver.install(monkeypatch)
+    bundle = toy.write_toy(tmp_path / "toy")
+    executor = CudaExecutor(bundle, 3, CudaOptions(graphs=False))
+    arena, step = executor.arena, executor.step
+    worked: list[tuple[int, int]] = []
+
+    def counted(batch: int) -> None:
+        mapped, unmapped = arena.counts.late, arena.counts.unmapped
+        step(batch)
+        worked.append((arena.counts.late - mapped, arena.counts.unmapped - unmapped))
+
+    monkeypatch.setattr(executor, "step", counted)
+    calibrate(executor, FakeClock(), 1, StepSamples(), lambda: False)
+    assert not any(unmapped for _, unmapped in worked)
+    executor.close()

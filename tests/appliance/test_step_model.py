@@ -195,9 +195,9 @@ def test_the_ring_hands_on_every_row_and_the_smallest_margin() -> None:
     ring, samples = StepRing(capacity=4), StepSamples()
     assert ring.pour(samples, 5) is None
     for n in range(6):  # two more than fit are dropped, not written over what waits
-        ring.put(2, 1000, 10 + n, 100 - n)
+        ring.put(2, 1000, 10 + n, 100 - n, 9)
     assert ring.pour(samples, 5) == 97
     assert samples.added == 4
-    ring.put(3, 4000, 10, 5)  # more fill than sessions: rounding, not an error
+    ring.put(3, 4000, 10, 5, 9)  # more fill than sessions: rounding, not an error
     assert ring.pour(samples, 5) == 5
-    assert np.array_equal(ring.rows[0], [3, 4000, 10, 5])
+    assert np.array_equal(ring.rows[0], [3, 4000, 10, 5, 9])
