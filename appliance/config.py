@@ -40,6 +40,8 @@ class EngineConfig(_Table, frozen=True):
     """Which one, as nvidia-smi counts them. One box per GPU."""
     kernels: Path = Path("/var/lib/duplexbox/kernels")
     """Where kernels compiled for this machine's GPU are kept; written at the first start."""
+    kernels_beside_plans: bool = False
+    """With "tensorrt": stages that name a kernel of ours run in it, and only the rest by plans."""
     check_golden: bool = True
     """On a GPU, hold every stage to the bundle's golden data at each start: part of a second."""
 
@@ -194,6 +196,7 @@ slots = 0                              # sessions at once; 0: the bundle's large
 executor = "auto"                      # "cpu", "cuda" or "tensorrt" (an NVIDIA GPU), "auto"
 gpu = 0                                # which one, as nvidia-smi counts; one box per GPU
 kernels = "/var/lib/duplexbox/kernels" # compiled for this machine's GPU at the first start
+kernels_beside_plans = false           # "tensorrt": kernels of ours where the bundle names them
 check_golden = true                    # on a GPU, compare with the bundle's golden data first
 
 [clock]

@@ -12,14 +12,17 @@ Nothing of an engine is imported before it is known to be wanted: lines need non
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.clock import NS_PER_MS, MonotonicClock
 from appliance.config import EngineConfig
 from engines.bundle import Bundle, BundleError
-from engines.executor import Executor
+from engines.executor import Executor, OnDevice, Primes
+from engines.prefill import Primer
 
 if TYPE_CHECKING:
     from engines.cuda_executor import CudaExecutor
@@ -80,20 +83,20 @@ def _cuda(bundle: Bundle, config: EngineConfig, slots: int) -> Engine:
     from engines.gpu import DoesNotFit
     from engines.plans import PlansError
 
-    kind = CudaExecutor
+    make: Callable[[Bundle, int, CudaOptions], CudaExecutor] = CudaExecutor
     if config.executor == "tensorrt":
         from engines.tensorrt_executor import TensorrtExecutor
 
-        kind = TensorrtExecutor
+        make = partial(TensorrtExecutor, beside_kernels=config.kernels_beside_plans)
     options = CudaOptions(ordinal=config.gpu, kernels=config.kernels)
     wanted = slots or bundle.manifest.largest_batch
     try:
-        executor = kind(bundle, wanted, options)
+        executor = make(bundle, wanted, options)
     except DoesNotFit as err:
         if slots or not err.most:
             raise
         logger.info("engine: %d slots, because: %s", err.most, err)
-        executor = kind(bundle, err.most, options)
+        executor = make(bundle, err.most, options)
     except PlansError as err:
         raise BundleError(str(err)) from None
     _check(executor, config)
@@ -103,8 +106,21 @@ def _cuda(bundle: Bundle, config: EngineConfig, slots: int) -> Engine:
         *(executor.runs_on, executor.gpu, config.gpu, executor.slots),
         *(use.device_used >> 20, use.device_total >> 20, (use.weights + use.full) >> 20),
     )
-    name = executor.runs_on if kind is not CudaExecutor else f"{executor.runs_on} {_version()}"
+    name = executor.runs_on if config.executor == "tensorrt" else f"{executor.runs_on} {_version()}"
     return Engine(executor, name, use.for_sessions, executor.gpu, driver_version())
+
+
+def open_primer(executor: Primes, config: EngineConfig) -> Primer:
+    """What feeds prompts, held to golden data like the ticks. Raises `ParityFailed`."""
+    primer = executor.primer()
+    if isinstance(executor, OnDevice) and config.check_golden:
+        from engines import parity
+        from engines.cuda_executor import CudaExecutor
+        from engines.cuda_prefill import CudaPrimer
+
+        if isinstance(executor, CudaExecutor) and isinstance(primer, CudaPrimer):
+            _say("golden data of prompts", lambda: parity.check_prompt(executor, primer))
+    return primer
 
 
 def _check(executor: "CudaExecutor", config: EngineConfig) -> None:
@@ -114,14 +130,18 @@ def _check(executor: "CudaExecutor", config: EngineConfig) -> None:
     if not config.check_golden:
         logger.info("golden data: not compared, because [engine] check_golden = false")
         return
-    clock = MonotonicClock()
-    began_ns = clock.now_ns()
     try:
-        found = parity.check(executor)
+        _say("golden data", lambda: parity.check(executor))
     except parity.ParityFailed:
         executor.close()
         raise
-    logger.info("golden data: %s; in %d ms", found, (clock.now_ns() - began_ns) // NS_PER_MS)
+
+
+def _say(what: str, check: Callable[[], object]) -> None:
+    clock = MonotonicClock()
+    began_ns = clock.now_ns()
+    found = check()
+    logger.info("%s: %s; in %d ms", what, found, (clock.now_ns() - began_ns) // NS_PER_MS)
 
 
 def available_memory_bytes() -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engines import bundle
 
 if TYPE_CHECKING:
-    from engines import bench, cuda_executor
+    from engines import bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     bench.add_argument("--ticks", type=int, default=500, help="ticks each (default: %(default)s)")
     bench.add_argument(
-        "--eager", action="store_true", help="cuda: stage by stage instead of one graph"
+        "--eager", action="store_true", help="cuda, tensorrt: stage by stage instead of one graph"
+    )
+    bench.add_argument(
+        "--beside-kernels",
+        action="store_true",
+        help="tensorrt: kernels of ours where the bundle names them, plans for the rest",
     )
     bench.add_argument(
         "--peer", choices=("moshi",), help="then time the published package here, and compare"
@@ -135,7 +140,15 @@ def _open_executor(
 
     rate = gpu.copy_rate()
     options = cuda_executor.CudaOptions(batches=batches, graphs=not args.eager)
-    executor = _gpu_executor(args.executor, opened, max(batches), options)
+    if args.executor == "tensorrt":
+        from engines.tensorrt_executor import TensorrtExecutor
+
+        beside = args.beside_kernels
+        executor: cuda_executor.CudaExecutor = TensorrtExecutor(
+            opened, max(batches), options, beside_kernels=beside
+        )
+    else:
+        executor = cuda_executor.CudaExecutor(opened, max(batches), options)
     memory = executor.memory()
     how = "eager" if args.eager else f"graphs of {executor.nodes(max(batches))} nodes"
     about = (
@@ -143,18 +156,6 @@ def _open_executor(
         f"{memory.device_used / 1e9:.1f} GB used after start-up"
     )
     return executor, about, rate
-
-
-def _gpu_executor(
-    name: str, opened: bundle.Bundle, slots: int, options: "cuda_executor.CudaOptions"
-) -> "cuda_executor.CudaExecutor":
-    if name == "tensorrt":
-        from engines.tensorrt_executor import TensorrtExecutor
-
-        return TensorrtExecutor(opened, slots, options)
-    from engines.cuda_executor import CudaExecutor
-
-    return CudaExecutor(opened, slots, options)
 
 
 def _floor(load: "bench.Load") -> str:

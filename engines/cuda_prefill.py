@@ -3,27 +3,28 @@
 Prefill is a library's graph and wants each ring as one tensor; the session's rings lie as the
 arena has them. So there is one set of whole rings beside the arena, for whoever is fed: rows a
 chunk has written are copied to the session's own place at once, and when somebody else is fed next
-his rows are copied in first. It costs one session's memory at full retention, and the language
-model's weights a second time, because the tick's stages and this graph cannot share them.
+his rows are copied in first. It costs one session's memory at full retention, and with ONNX Runtime
+the language model's weights a second time, because the tick's stages and this graph cannot share
+them.
 
 Small state of a slot beyond the batch is not touched by ticks, but belongs to nobody; what a
 prompt leaves is handed out by `open` and written by `settle`, as on the CPU.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines import cuda
-from engines.bundle import PromptSpec, RegionSpec
+from engines.bundle import NEXT, PromptSpec, RegionSpec, StageSpec
 from engines.clocks import ClockKind
 from engines.cuda import DevicePtr
 from engines.cuda_memory import write_ordered
 from engines.executor import check_setting
 from engines.ort_executor import STORAGE
-from engines.ort_prefill import PromptGraphs, rings_of
+from engines.ort_prefill import PromptGraphs, Rings, rings_of
 from engines.prefill import Prompt
 
 if TYPE_CHECKING:
@@ -109,10 +110,18 @@ class CudaParking:
 class CudaPrimer(CudaParking):
     """`prefill.Primer` on a GPU. The executor's own thread uses it."""
 
-    def __init__(self, executor: "CudaExecutor") -> None:
-        """Load both stages. Raises `BundleError` when the bundle's calls have no prompt."""
+    def __init__(
+        self, executor: "CudaExecutor", graphs: Callable[[Rings], PromptGraphs] | None = None
+    ) -> None:
+        """Load both stages. Raises `BundleError` when the bundle's calls have no prompt.
+
+        graphs: what runs them on rings that lie where it is told; None: ONNX Runtime.
+        """
         super().__init__(executor)
-        self._graphs = PromptGraphs(executor.bundle, executor.load, self._ring)
+        if graphs is None:
+            self._graphs = PromptGraphs(executor.bundle, executor.load, self._ring)
+        else:
+            self._graphs = graphs(self._ring)
         self.spec: PromptSpec = self._graphs.spec
         self._rings = rings_of(self.spec, self._regions)
         self._whole: dict[str, DevicePtr] = {}
@@ -160,6 +169,31 @@ class CudaPrimer(CudaParking):
         """See `prefill.Primer.open`."""
         self.feed(slot, prompt, prompt.shared_rows, 1)
         return self._graphs.open(slot, prompt, settings)
+
+    def answer(
+        self,
+        stage: StageSpec,
+        given: Mapping[str, NDArray[Any]],
+        rings: Mapping[str, NDArray[Any]],
+        span: tuple[int, int],
+    ) -> dict[str, NDArray[Any]]:
+        """One run of a prompt's stage for golden data: what it made, and of rings the rows in
+        ``span`` (first, rows). rings: what their first rows held before, as they are stored.
+        """
+        self._inside = None
+        for name, rows in rings.items():
+            cuda.write_device_from(self._whole[name], rows.ctypes.data, rows.nbytes)
+        found = self._graphs.answer(stage, given)
+        self._executor.stream.synchronize()
+        first, count = span
+        for name in rings:
+            region = self._regions[name]
+            row_bytes = region.whole_bytes // region.clock.retain
+            place = DevicePtr(self._whole[name] + first * row_bytes)
+            raw = cuda.read_device(place, count * row_bytes)
+            held = np.frombuffer(raw, STORAGE[region.dtype][0])
+            found[name + NEXT] = held.reshape(_rows_shape(region, count))
+        return found
 
     def _forget(self, slot: int) -> None:
         if self._inside is not None and self._inside[0] == slot:

@@ -5,8 +5,9 @@ session will live; everything else of a session is small and double-buffered, ch
 every tick of the others, and is therefore kept by whoever asked (`prefill.Prompt` knows it) until
 `settle` writes all of it at once.
 
-`PromptGraphs` runs both stages wherever the rings are; `cuda_prefill` has them on a GPU. Not here:
-how many rows when (the appliance), files (`snapshot`).
+`PromptGraphs` runs both stages wherever the rings are; `cuda_prefill` has them on a GPU, and
+`tensorrt_prompt` runs plans instead. Not here: how many rows when (the appliance), files
+(`snapshot`).
 """
 
 from collections.abc import Callable, Mapping
@@ -112,6 +113,17 @@ class PromptGraphs:
             for tensor in stage.inputs
         )
 
+    def answer(
+        self, stage: StageSpec, given: Mapping[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        """One run of either stage on what is given by name, rings left out; copies of what it made.
+
+        For golden data; `feed` and `open` serve.
+        """
+        session = self._prefill if stage is self.spec.prefill else self._opening
+        self.run(session, stage, dict(given), 0)
+        return {t.name: self._made[t.name].copy() for t in stage.outputs if t.name in self._made}
+
     @property
     def retain(self) -> int:
         """Rows of the rings a prompt is written into."""
@@ -126,7 +138,7 @@ class PromptGraphs:
         given = prompt.embedded[first:last]
         embedded[: len(given)] = given
         position = np.arange(first, last)
-        self._run(
+        self.run(
             self._prefill,
             self.spec.prefill,
             {
@@ -157,11 +169,11 @@ class PromptGraphs:
             if tensor.name not in given and tensor.name in self._regions:
                 value = settings.get(tensor.name, self._regions[tensor.name].fill)
                 given[tensor.name] = np.full(1, value, STORAGE[tensor.dtype][0])
-        self._run(self._opening, self.spec.opening, given, slot)
+        self.run(self._opening, self.spec.opening, given, slot)
         chosen = self._made[self.spec.tokens + NEXT]
         return {self.spec.tokens: chosen[0].copy(), self.spec.counter: counted[0]}
 
-    def _run(self, session: Any, stage: StageSpec, given: dict[str, Any], slot: int) -> None:
+    def run(self, session: Any, stage: StageSpec, given: dict[str, Any], slot: int) -> None:
         """One run of ``stage``: what is given by name, made by the stage before, or a ring."""
         binding = session.io_binding()
         for tensor, bind in (

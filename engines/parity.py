@@ -31,6 +31,7 @@ from engines.program import Buffer, Step, plan_program
 
 if TYPE_CHECKING:
     from engines.cuda_executor import CudaExecutor
+    from engines.cuda_prefill import CudaPrimer
 
 Array = NDArray[Any]
 
@@ -137,6 +138,67 @@ def check(executor: "CudaExecutor") -> Found:
     return found
 
 
+def check_prompt(executor: "CudaExecutor", primer: "CudaPrimer") -> Found:
+    """Run golden data of a prompt's stages through ``primer``, before anything was fed.
+
+    Raises `ParityFailed`.
+    """
+    bundle, found = executor.bundle, Found()
+    spec, regions = primer.spec, {region.name: region for region in bundle.manifest.regions}
+    for golden in bundle.manifest.golden:
+        if golden.stage == spec.prefill.name:
+            _check_prefill(executor, primer, golden, regions, found)
+        elif golden.stage == spec.opening.name:
+            recorded = read(bundle, golden)
+            answer = _Answer(executor, spec.opening, golden, found)
+            rows = [
+                primer.answer(
+                    spec.opening,
+                    {
+                        t.name: packed(recorded[f"in.{t.name}"][row : row + 1], t.dtype)
+                        for t in spec.opening.inputs
+                    },
+                    {},
+                    (0, 0),
+                )
+                for row in range(len(golden.ages))
+            ]
+            for t in spec.opening.outputs:
+                got = np.concatenate([row[t.name] for row in rows])
+                region = regions.get(t.name.removesuffix(NEXT))
+                answer.compare(t.name, t.dtype, got, recorded, region)
+            found.stages, found.full = found.stages + 1, found.full + 1
+    return found
+
+
+def _check_prefill(
+    executor: "CudaExecutor",
+    primer: "CudaPrimer",
+    golden: GoldenSpec,
+    regions: Mapping[str, RegionSpec],
+    found: Found,
+) -> None:
+    """Rows of one session's prompt, behind as many as its age."""
+    recorded, stage, (age,) = read(executor.bundle, golden), primer.spec.prefill, golden.ages
+    given = {
+        t.name: packed(recorded[f"in.{t.name}"], t.dtype)
+        for t in stage.inputs
+        if t.name not in regions
+    }
+    rings = {
+        t.name: packed(draw_reached(golden.seed, regions[t.name], 0, age), regions[t.name].dtype)
+        for t in stage.inputs
+        if t.name in regions
+    }
+    made = primer.answer(stage, given, rings, (age, golden.ticks))
+    answer = _Answer(executor, stage, golden, found)
+    for t in stage.outputs:
+        region = regions.get(t.name.removesuffix(NEXT))
+        got = made[t.name] if region is None else made[t.name][None]
+        answer.compare(t.name, t.dtype, got, recorded, region)
+    found.stages, found.full = found.stages + 1, found.full + 1
+
+
 def _asks(step: Step) -> bool:
     return bool(step.stage.graph or step.stage.ring)
 
@@ -184,7 +246,7 @@ def _check_stage(
             if region is not None and region.clock.kind is ClockKind.RING and is_drawn(region):
                 both = zip(got, spec.ages[:count], strict=True)
                 got = np.stack([_rows(ring, region, age) for ring, age in both])
-        answer.compare(name, bound.tensor.dtype, got, recorded.get(f"out.{name}"), region)
+        answer.compare(name, bound.tensor.dtype, got, recorded, region)
     found.stages += 1
     found.full += count == len(spec.ages)
 
@@ -234,28 +296,37 @@ class _Answer:
 
     def __post_init__(self) -> None:
         self.dtype = _narrowest((self.stage,))
-        self.chooses = any(
-            tensor.dtype == "int64" and not tensor.name.endswith(NEXT)
-            for tensor in self.stage.outputs
-        )
+        wires = [t for t in self.stage.outputs if not t.name.endswith(NEXT)]
+        self.chooses = any(t.dtype == "int64" for t in wires) or not wires
 
     def compare(
-        self, name: str, dtype: Dtype, got: Array, recorded: Array | None, region: RegionSpec | None
+        self,
+        name: str,
+        dtype: Dtype,
+        got: Array,
+        recorded: Mapping[str, Array],
+        region: RegionSpec | None,
     ) -> None:
         """Raise `ParityFailed` unless ``got`` (sessions, ...) is near what was recorded."""
-        if recorded is None:
+        expected = recorded.get(f"out.{name}")
+        if expected is None:
             self._fail(name, f"has {list(got.shape)} and was not recorded")
             return
-        expected = recorded[: len(got)].reshape(got.shape)
+        expected = expected[: len(got)].reshape(got.shape)
         self.found.tensors += 1
         if dtype in TOLERANCE:
             self._compare_floats(name, unpacked(got), expected)
         elif dtype in ("int8", "float8e4m3", "uint8"):
             self._compare_share(name, got, expected, CODES_OFF, "codes")
         elif self.chooses and dtype == "int64" and not _counts(region):
-            self._compare_share(name, got, expected, CHOICES[self.dtype], "choices")
+            chosen = np.ones(got.shape, np.bool_)
+            if region is not None:  # tokens: most are those of the frames before
+                before = recorded[f"in.{region.name}"][: len(got)]
+                chosen = before.reshape(got.shape) != expected
+                self._compare_share(name, np.where(chosen, 0, got), np.where(chosen, 0, expected))
+            self._compare_share(name, got, expected, CHOICES[self.dtype], "choices", chosen)
         else:
-            self._compare_share(name, got, expected, 0, "values")
+            self._compare_share(name, got, expected)
 
     def _compare_floats(self, name: str, got: Array, expected: Array) -> None:
         allowed = TOLERANCE[self.dtype]
@@ -271,14 +342,22 @@ class _Answer:
             self._see(name, distance / allowed)
 
     def _compare_share(
-        self, name: str, got: Array, expected: Array, share: float, what: str
+        self,
+        name: str,
+        got: Array,
+        expected: Array,
+        share: float = 0,
+        what: str = "values",
+        counted: Array | None = None,
     ) -> None:
-        odd, most = int(np.count_nonzero(got != expected)), int(share * got.size)
+        """counted: which of them the share is of; None: all."""
+        size = got.size if counted is None else int(np.count_nonzero(counted))
+        odd, most = int(np.count_nonzero(got != expected)), int(share * size)
         if odd > most:
-            rows = [row for row in range(len(got)) if not np.array_equal(got[row], expected[row])]
-            ages = ", ".join(f"{self.spec.ages[row]:,}" for row in rows)
+            pairs = zip(self.spec.ages, got, expected, strict=False)
+            ages = ", ".join(f"{age:,}" for age, x, y in pairs if not np.array_equal(x, y))
             self._fail(
-                name, f"has {odd} of {got.size} {what} wrong at frame {ages}; {most or 'none'} may"
+                name, f"has {odd} of {size} {what} wrong at frame {ages}; {most or 'none'} may"
             )
         if most:
             self._see(name, odd / most)

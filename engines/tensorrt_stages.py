@@ -6,19 +6,21 @@
     enqueue     -- `execute_async_v3`, which is all that a tick does, captured like anything else
 
 Large weights are inputs of the plans: they are copied to the device once, from the bundle's mapped
-files, and shared by all stages and batches. Contexts bring no memory of their own: they run one
-after the other on one stream, so they share one scratch buffer of the largest size any needs.
+files, each place of them once whatever stages call it, and shared by all batches. Contexts bring no
+memory of their own: they run one after the other on one stream, so they share one scratch buffer of
+the largest size any needs.
 tensorrt_rtx compiles its kernels on the box; what it compiled is kept beside the plan.
 
 Works with `tensorrt_rtx`, `tensorrt` and `tensorrt_lean`, handed in as a module: the same API. What
 this file calls of it is held to the real modules' signatures by a test. No plan has been run yet
-on a GPU that TensorRT-RTX supports: none was available. Not here: state, slots, graphs.
+on a GPU that TensorRT-RTX supports: none was available. Not here: state, slots, graphs, a prompt's
+stages (`tensorrt_prompt`).
 """
 
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 256
 """What TensorRT asks of device memory."""
+
+Place = tuple[str, int, int]
+"""File of the bundle, offset and bytes of a weight: graphs may call the same one differently."""
 
 
 class PlanFailed(BundleError):
@@ -92,13 +97,34 @@ def load_module(flavour: Flavour) -> Any:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A plan that is run on its own, between ticks; its weights are bound."""
+
+    plan: Plan
+    context: Any
+    tensors: frozenset[str]
+    """What its engine really takes and gives."""
+    log: "_Log"
+
+
 class TensorrtStages:
     """Engines, contexts, weights and scratch of one bundle. One thread uses it."""
 
-    def __init__(self, trt: Any, bundle: Bundle, opened: Opened, stream: cuda.Stream) -> None:
-        """Load every plan of the tick and copy the weights. Raises `PlanFailed`."""
+    def __init__(
+        self,
+        trt: Any,
+        bundle: Bundle,
+        opened: Opened,
+        stream: cuda.Stream,
+        without: Collection[str] = (),
+    ) -> None:
+        """Load every plan of the tick and copy the weights. Raises `PlanFailed`.
+
+        without: stages that something else computes.
+        """
         self._trt, self._bundle, self._opened = trt, bundle, opened
-        self._stream = stream
+        self.stream = stream
         self._log = _log(trt)
         self._runtime: Any = trt.Runtime(self._log.sink)
         self._engines: dict[str, Any] = {}
@@ -107,15 +133,15 @@ class TensorrtStages:
         self._configs: dict[str, Any] = {}
         self._caches: dict[str, Any] = {}
         self._contexts: dict[tuple[str, int], Any] = {}
-        self._weights: dict[str, DevicePtr] = {}
+        self._weights: dict[Place, DevicePtr] = {}
         self._held: list[DevicePtr] = []
         self._scratch, self._scratch_bytes = DevicePtr(0), 0
         try:
             for stage in bundle.manifest.stages:
-                if stage.graph:
+                if stage.graph and stage.name not in without:
                     self._load(stage)
             self._copy_weights()
-            self._take_scratch()
+            self._scratch, self._scratch_bytes = self._take_scratch(self._engines)
         except BaseException:
             self.close()
             raise
@@ -123,7 +149,7 @@ class TensorrtStages:
     @property
     def weights_bytes(self) -> int:
         """Bytes of weights that lie beside the plans."""
-        return sum(weight.bytes for weight in self._all_weights().values())
+        return sum(weight.bytes for weight in self._all_weights(self._engines).values())
 
     @property
     def scratch_bytes(self) -> int:
@@ -141,12 +167,12 @@ class TensorrtStages:
         self._check_in_place(plan, step, address)
         context = self._context(name, plan, batch)
         where = {bound.tensor.name: address(bound.buffer) for bound in _all(step)}
-        where |= {weight.name: self._weights[weight.name] for weight in plan.weights}
+        where |= self._weights_of(plan)
         for tensor in self._tensors[name] & where.keys():
             self._set_address(context, plan, tensor, where[tensor])
         if missing := list(context.infer_shapes()):
             raise PlanFailed(f"stage {name} at batch {batch}: TensorRT misses {missing}")
-        handle = int(self._stream.handle)
+        handle = int(self.stream.handle)
         capturable = getattr(context, "is_stream_capturable", None)
         if capturable is not None and not capturable(handle):
             raise PlanFailed(
@@ -160,6 +186,33 @@ class TensorrtStages:
                 raise PlanFailed(f"stage {name} failed at batch {batch}{self._log.tail()}")
 
         return enqueue
+
+    def room_for(self, stages: Iterable[StageSpec]) -> int:
+        """Bytes of weights that plans of ``stages`` take beside those already on the device."""
+        wanted = self._all_weights(stage.name for stage in stages)
+        return sum(weight.bytes for place, weight in wanted.items() if place not in self._weights)
+
+    def open_alone(self, stage: StageSpec) -> Alone:
+        """Load the plan of a stage that is no part of a tick. Raises `PlanFailed`.
+
+        Its kernels are compiled once for all sizes: a new size must not keep calls waiting.
+        """
+        self._load(stage, every_size=True)
+        self._copy_weights()
+        plan = self._plan(stage.name)
+        scratch, nbytes = self._take_scratch([stage.name])
+        context = self._new_context(stage.name, scratch, nbytes, profile=0)
+        tensors = self._tensors[stage.name]
+        for name, pointer in self._weights_of(plan).items():
+            if name in tensors:
+                self._set_address(context, plan, name, pointer)
+        return Alone(plan, context, tensors, self._log)
+
+    def room(self, nbytes: int) -> DevicePtr:
+        """Device memory that `close` gives back."""
+        pointer = cuda.allocate(-(-max(nbytes, 1) // ALIGN_BYTES) * ALIGN_BYTES)
+        self._held.append(pointer)
+        return pointer
 
     def keep_caches(self) -> None:
         """Write what the run-time compiled beside the plans, so that the next start is quick."""
@@ -194,7 +247,7 @@ class TensorrtStages:
         assert plan is not None, stage  # refusals() names a missing one
         return plan
 
-    def _load(self, stage: StageSpec) -> None:
+    def _load(self, stage: StageSpec, *, every_size: bool = False) -> None:
         plan = self._plan(stage.name)
         path = self._opened.folder / plan.file
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -211,9 +264,9 @@ class TensorrtStages:
             )
         self._engines[stage.name] = engine
         self._tensors[stage.name] = frozenset(_tensors(engine))
-        self._configs[stage.name] = self._configure(stage.name, engine)
+        self._configs[stage.name] = self._configure(stage.name, engine, every_size)
 
-    def _configure(self, stage: str, engine: Any) -> Any:
+    def _configure(self, stage: str, engine: Any, every_size: bool) -> Any:
         trt, config = self._trt, engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(
             trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -226,8 +279,9 @@ class TensorrtStages:
             config.set_runtime_cache(cache)
             self._caches[stage] = cache
             # Kernels for our exact shapes now, at start-up, and no graphs but ours.
+            strategies = trt.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = (
-                trt.DynamicShapesKernelSpecializationStrategy.EAGER
+                strategies.NONE if every_size else strategies.EAGER
             )
             config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
         return config
@@ -241,14 +295,8 @@ class TensorrtStages:
         key = (stage, batch)
         if key in self._contexts:
             return self._contexts[key]
-        context = self._engines[stage].create_execution_context(self._configs[stage])
-        if context is None:
-            raise PlanFailed(f"stage {stage} at batch {batch}: no context{self._log.tail()}")
-        context.set_device_memory(int(self._scratch), self._scratch_bytes)
-        profile, handle = plan.profile_of(batch), int(self._stream.handle)
-        if not context.set_optimization_profile_async(profile, handle):
-            raise PlanFailed(f"stage {stage}: no profile {profile}{self._log.tail()}")
-        self._stream.synchronize()
+        profile = plan.profile_of(batch)
+        context = self._new_context(stage, self._scratch, self._scratch_bytes, profile)
         for spec in plan.inputs:
             if spec.name not in self._tensors[stage]:
                 continue
@@ -259,6 +307,17 @@ class TensorrtStages:
                     f"{self._log.tail()}"
                 )
         self._contexts[key] = context
+        return context
+
+    def _new_context(self, stage: str, scratch: DevicePtr, nbytes: int, profile: int) -> Any:
+        engine = self._engines[stage]
+        context = engine.create_execution_context(self._configs[stage])
+        if context is None:
+            raise PlanFailed(f"stage {stage}, profile {profile}: no context{self._log.tail()}")
+        context.set_device_memory(int(scratch), nbytes)
+        if not context.set_optimization_profile_async(profile, int(self.stream.handle)):
+            raise PlanFailed(f"stage {stage}: no profile {profile}{self._log.tail()}")
+        self.stream.synchronize()
         return context
 
     def _set_address(self, context: Any, plan: Plan, name: str, pointer: DevicePtr) -> None:
@@ -275,34 +334,40 @@ class TensorrtStages:
         for ring in plan.in_place:
             assert where[ring] == where[ring + NEXT], (plan.stage, ring)
 
-    def _all_weights(self) -> dict[str, WeightInput]:
-        return {
-            weight.name: weight for stage in self._engines for weight in self._plan(stage).weights
-        }
+    def _all_weights(self, stages: Iterable[str]) -> dict[Place, WeightInput]:
+        return {_place(weight): weight for stage in stages for weight in self._plan(stage).weights}
+
+    def _weights_of(self, plan: Plan) -> dict[str, DevicePtr]:
+        return {weight.name: self._weights[_place(weight)] for weight in plan.weights}
 
     def _copy_weights(self) -> None:
         """Every weight once, whichever stages use it, straight from the mapped file."""
-        wanted = self._all_weights()
-        for name, weight in wanted.items():
-            pointer = cuda.allocate(-(-weight.bytes // ALIGN_BYTES) * ALIGN_BYTES)
-            self._held.append(pointer)
-            self._weights[name] = pointer
+        for place, weight in self._all_weights(self._engines).items():
+            if place in self._weights:
+                continue
+            pointer = self.room(weight.bytes)
+            self._weights[place] = pointer
             file = np.memmap(self._bundle.file(weight.file), np.uint8, "r")
             part = file[weight.offset_bytes : weight.offset_bytes + weight.bytes]
-            cuda.call("cuMemcpyHtoD", pointer, part.ctypes.data, weight.bytes)
+            cuda.write_device_from(pointer, part.ctypes.data, weight.bytes)
 
-    def _take_scratch(self) -> None:
-        self._scratch_bytes = max(
+    def _take_scratch(self, stages: Iterable[str]) -> tuple[DevicePtr, int]:
+        """Memory for what lives within one run of any of ``stages``: what there is, or more."""
+        needed = max(
             (
                 engine.get_device_memory_size_for_profile_v2(profile)
-                for engine in self._engines.values()
+                for engine in [self._engines[stage] for stage in stages]
                 for profile in range(engine.num_optimization_profiles)
             ),
             default=0,
         )
-        if self._scratch_bytes:
-            self._scratch = cuda.allocate(self._scratch_bytes)
-            self._held.append(self._scratch)
+        if needed <= self._scratch_bytes:
+            return self._scratch, self._scratch_bytes
+        return self.room(needed), needed
+
+
+def _place(weight: WeightInput) -> Place:
+    return weight.file, weight.offset_bytes, weight.bytes
 
 
 def engine_faults(trt: Any, engine: Any, plan: Plan) -> list[str]:

@@ -64,6 +64,7 @@ class ExecutionContextAllocationStrategy(IntEnum):
 class DynamicShapesKernelSpecializationStrategy(IntEnum):
     LAZY = 0
     EAGER = 1
+    NONE = 2
 
 
 class CudaGraphStrategy(IntEnum):
@@ -107,7 +108,9 @@ class IRuntimeConfig:
 
 
 class ICudaEngine:
-    """tree: {"model", "inputs", "outputs", "aliases", "profiles"}; see `plan_bytes`."""
+    """tree: {"model", "inputs", "outputs", "aliases", "profiles"}; see `plan_bytes`.
+
+    profiles: [smallest, largest] each."""
 
     def __init__(self, tree: dict[str, Any], logger: ILogger) -> None:
         self._tree, self._logger = tree, logger
@@ -165,10 +168,13 @@ class IExecutionContext:
         if self._profile < 0 or name not in self._engine._tree["inputs"]:
             return self._complain(f"setInputShape: {name} before its profile, or unknown")
         dims = self._engine._io[name][1]
-        size = self._engine._tree["profiles"][self._profile]
-        wanted = tuple(size if length == -1 else length for length in dims)
+        smallest, largest = self._engine._tree["profiles"][self._profile]
         self._shapes[name] = tuple(shape)
-        return tuple(shape) == wanted or self._complain(f"{name}: {shape} outside {wanted}")
+        fits = len(shape) == len(dims) and all(
+            smallest <= length <= largest if dim == -1 else length == dim
+            for length, dim in zip(shape, dims, strict=True)
+        )
+        return fits or self._complain(f"{name}: {shape} outside {dims} of {smallest}..{largest}")
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         if name not in self._engine._io or memory == 0:
@@ -192,7 +198,15 @@ class IExecutionContext:
         for output, ring in self._engine._tree["aliases"].items():
             if self._addresses[output] != self._addresses[ring]:
                 return self._complain(f"enqueueV3: {output} must lie where {ring} lies")
-        size = self._engine._tree["profiles"][self._profile]
+        sizes = {
+            length
+            for name, (_, dims) in self._engine._tree["inputs"].items()
+            for length, dim in zip(self._shapes.get(name, ()), dims, strict=False)
+            if dim == -1
+        }
+        if len(sizes) != 1:
+            return self._complain(f"enqueueV3: inputs of {sorted(sizes)} rows at once")
+        (size,) = sizes
         binding = self._engine._session.io_binding()
         for name, (dtype, dims) in self._engine._io.items():
             bundle_dtype = _BUNDLE_DTYPES[dtype]

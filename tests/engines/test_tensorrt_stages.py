@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ import tensorrt_rtx
 
 from appliance.config import EngineConfig
 from appliance.engine import open_engine
-from engines import bundle, cuda_executor, gpu, plans, tensorrt_stages
+from engines import bundle, cuda_executor, gpu, plans, tensorrt_prompt, tensorrt_stages
 from engines.bundle import NEXT, Bundle
 from engines.cuda_executor import CudaOptions
 from engines.ort_executor import OrtExecutor
@@ -38,7 +38,7 @@ WEIGHT, WEIGHTS_FILE, OFFSET = "row_shape_weight", "stages/weights/toy.bin", 409
 
 def plan_bytes(bundle: Bundle, plan: Plan, moved: dict[str, onnx.TensorProto]) -> bytes:
     """A plan for the fake: the stage's graph with the weights in ``moved`` as inputs."""
-    stage = next(s for s in bundle.manifest.stages if s.name == plan.stage)
+    stage = next(s for s in bundle.manifest.every_stage() if s.name == plan.stage)
     model = onnx.load(bundle.file(stage.graph))
     for weight in plan.weights:
         tensor = moved[weight.name]
@@ -64,7 +64,7 @@ def plan_bytes(bundle: Bundle, plan: Plan, moved: dict[str, onnx.TensorProto]) -
         "inputs": tensors((*plan.inputs, *plan.weights)),
         "outputs": tensors(plan.outputs),
         "aliases": {ring + NEXT: ring for ring in plan.in_place},
-        "profiles": [profile.largest for profile in plan.profiles],
+        "profiles": [[profile.smallest, profile.largest] for profile in plan.profiles],
     }
     return json.dumps(tree).encode()
 
@@ -95,7 +95,7 @@ def write_plans(opened: Bundle, change: Callable[[Plans], Plans] = lambda plans:
     regions = {region.name for region in opened.manifest.regions if region.in_place}
     made = []
     for plan in recorded.plans:
-        stage = next(s for s in opened.manifest.stages if s.name == plan.stage)
+        stage = next(s for s in opened.manifest.every_stage() if s.name == plan.stage)
         initializers = {t.name: t for t in onnx.load(opened.file(stage.graph)).graph.initializer}
         weights = (WeightInput(WEIGHT, "float32", (1, 1, 4), WEIGHTS_FILE, OFFSET, 16),)
         whole = msgspec.structs.replace(
@@ -354,19 +354,6 @@ def test_an_enqueue_that_fails_is_an_error_with_the_run_times_words(
     executor.close()
 
 
-def test_prompts_need_onnx_runtimes_gpu_build_beside_the_plans(
-    opened: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_plans(opened)
-    executor = TensorrtExecutor(opened, 1, EAGER)
-    with monkeypatch.context() as context:
-        manifest = SimpleNamespace(prompt="of a persona")
-        context.setattr(executor, "bundle", SimpleNamespace(path=opened.path, manifest=manifest))
-        with pytest.raises(gpu.NotReady, match=r"prompts of .* are fed by ONNX Runtime.*pip"):
-            executor.primer()
-    executor.close()
-
-
 def test_a_box_that_is_told_to_serves_by_plans_or_says_why_not(
     opened: Bundle, driver: FakeDriver
 ) -> None:
@@ -400,7 +387,7 @@ OWNERS = {
     "context": "IExecutionContext",
     "cache": "IRuntimeCache",
 }
-"""Name of a variable or field in `tensorrt_stages` -> the class it holds."""
+"""Name of a variable or field in `tensorrt_stages` and `tensorrt_prompt` -> its class."""
 
 ONLY_RTX: dict[str, set[str] | None] = {
     "IRuntimeCache": None,
@@ -461,8 +448,8 @@ def test_the_fake_has_the_names_and_arguments_of_the_real_run_time(
 def test_everything_the_executor_uses_exists_with_these_arguments(
     apis: dict[str, Api], module: str
 ) -> None:
-    source = Path(tensorrt_stages.__file__).read_text()
-    found = uses(source, OWNERS)
+    files = (tensorrt_stages.__file__, tensorrt_prompt.__file__)
+    found = [use for file in files for use in uses(Path(file).read_text(), OWNERS)]
     assert {use.attribute for use in found if use.owner == "IExecutionContext"} >= {
         "execute_async_v3",
         "infer_shapes",

@@ -1,19 +1,31 @@
 """A prompt is fed by a graph of its own into rings that ticks then take up, cut or not."""
 
+import logging
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from engines.bundle import Bundle
+from appliance.config import EngineConfig
+from appliance.engine import open_primer
+from engines import gpu, parity, tensorrt_stages
+from engines.bundle import Bundle, StageSpec
+from engines.cuda import DevicePtr
 from engines.cuda_executor import CudaExecutor, CudaOptions
+from engines.cuda_prefill import CudaPrimer
 from engines.ort_executor import OrtExecutor
-from engines.ort_prefill import OrtPrimer
+from engines.ort_prefill import OrtPrimer, PromptGraphs
+from engines.parity import ParityFailed
+from engines.plans import WeightInput
 from engines.prefill import chunk_rows, make_prompt
+from engines.tensorrt_executor import TensorrtExecutor
 from export import build, tiny
 from export.tiny import PERSONA_MICRO
-from tests.engines import fake_driver
+from tests.engines import fake_driver, fake_tensorrt
+from tests.engines.fake_driver import FakeDriver
+from tests.engines.test_tensorrt_stages import write_plans
 from tests.export.calls import GREEDY, SEED, speech
 from tests.export.persona import frames_of
 from tests.export.test_prompt_graphs import feed, prompt_of
@@ -21,6 +33,7 @@ from tests.export.test_prompt_graphs import feed, prompt_of
 pytestmark = pytest.mark.torch
 
 TICKS = 60
+EAGER = CudaOptions(graphs=False)
 WIDE = replace(
     PERSONA_MICRO,
     mimi=replace(PERSONA_MICRO.mimi, dimension=64, heads=1),
@@ -53,21 +66,43 @@ def test_a_cut_bundle_takes_up_a_prompt_as_the_whole_one_does(
     assert len({tuple(frame) for frame in whole}) > TICKS // 2
 
 
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.MODELS, "personaplex-micro", WIDE)
+        folder = tmp_path_factory.mktemp("persona") / "cut"
+        return build.build_seeded(
+            "personaplex-micro", folder, seed=SEED, largest_batch=4, attention="ring"
+        )
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return fake_driver.install(monkeypatch)
+
+
+@pytest.fixture
+def planned(cut: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    """With plans for the fake GPU, of a prompt's stages too."""
+    if not (cut.path / "plans").exists():
+        write_plans(cut)
+    monkeypatch.setattr(gpu, "open_gpu", lambda _: fake_driver.FakeDevice(driver))
+    monkeypatch.setattr(tensorrt_stages, "load_module", lambda _: fake_tensorrt)
+    return cut
+
+
 def test_a_prompt_fed_on_a_gpu_is_taken_up_as_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(tiny.MODELS, "personaplex-micro", WIDE)
-    cut = build.build_seeded(
-        "personaplex-micro", tmp_path / "cut", seed=SEED, largest_batch=4, attention="ring"
-    )
+    """By graphs, by plans, and by plans beside kernels; chunks of 25 are more than a plan takes."""
     pcm = speech(5, TICKS, 2, WIDE.mimi.samples_per_frame).numpy()
     prompt = make_prompt(
-        cut.manifest.prompt or pytest.fail("no prompt"),
+        planned.manifest.prompt or pytest.fail("no prompt"),
         frames_of(WIDE.lm, 40).numpy(),
         np.random.default_rng(3).normal(size=(3, WIDE.lm.dimension)).astype(np.float32),
     )
 
-    def listen(executor: OrtExecutor | CudaExecutor) -> list[np.ndarray]:
+    def listen(executor: OrtExecutor | CudaExecutor, most: int) -> list[np.ndarray]:
         """Session 0 talks while two others are fed, in turns; one of them is then seated."""
         primer = executor.primer()
         executor.join(0, GREEDY)
@@ -79,7 +114,7 @@ def test_a_prompt_fed_on_a_gpu_is_taken_up_as_on_the_cpu(
             slot = 3 - tick % 2
             left = prompt.shared_rows - fed[slot]
             if tick < 20 and left:
-                rows = chunk_rows(fed[slot], left, 7, primer.retain)
+                rows = chunk_rows(fed[slot], left, most, primer.retain)
                 primer.feed(slot, prompt, fed[slot], rows)
                 fed[slot] += rows
             if tick == 20:
@@ -92,13 +127,88 @@ def test_a_prompt_fed_on_a_gpu_is_taken_up_as_on_the_cpu(
             heard.append(executor.text[:batch].copy())
         return heard
 
-    expected = listen(OrtExecutor(cut, 4))
-    driver = fake_driver.install(monkeypatch)
-    executor = CudaExecutor(cut, 4, CudaOptions(graphs=False))
-    assert executor.layout.has_places
-    for tick, (ours, theirs) in enumerate(zip(listen(executor), expected, strict=True)):
-        np.testing.assert_array_equal(ours, theirs, f"at {tick}")
-    assert executor.arena.age(1) == 40 + TICKS - 20
-    executor.close()
-    assert driver.held == {}
+    expected = listen(OrtExecutor(planned, 4), 7)
     assert len({int(frame[-1]) for frame in expected[20:]}) > 5
+    loaded: list[str] = []
+    load = CudaExecutor.load
+
+    def watched(self: CudaExecutor, stage: StageSpec) -> Any:
+        loaded.append(stage.name)
+        return load(self, stage)
+
+    monkeypatch.setattr(CudaExecutor, "load", watched)
+    for kernels in (None, False, True):
+        executor = (
+            CudaExecutor(planned, 4, EAGER)
+            if kernels is None
+            else TensorrtExecutor(planned, 4, EAGER, beside_kernels=kernels)
+        )
+        assert executor.layout.has_places
+        found = listen(executor, 7 if kernels is None else 25)
+        for tick, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            np.testing.assert_array_equal(ours, theirs, f"at {tick}")
+        assert executor.arena.age(1) == 40 + TICKS - 20
+        executor.close()
+        assert driver.held == {}
+        if kernels is None:
+            assert {"temporal_prefill", "opening"} <= set(loaded)
+            loaded.clear()
+    assert loaded == [], "a box with plans loads no graph"
+
+
+def test_golden_data_of_a_prompt_is_answered_and_what_differs_is_named(
+    planned: Bundle,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = EngineConfig(planned.path)
+    for kind in (CudaExecutor, TensorrtExecutor):
+        executor = kind(planned, 2, EAGER)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            open_primer(executor, msgspec.structs.replace(asked, check_golden=False))
+            assert caplog.text == ""
+            primer = open_primer(executor, asked)
+        assert "golden data of prompts: 2 stages answer as recorded, 2 at every" in caplog.text
+        assert isinstance(primer, CudaPrimer)
+        found = parity.check_prompt(executor, primer)
+        assert (found.stages, found.full) == (2, 2)
+        assert found.tensors == 3 + 2 * WIDE.lm.layers
+        run = PromptGraphs.answer
+
+        def wrong(self: Any, stage: StageSpec, given: Any, run: Any = run) -> dict[str, Any]:
+            made: dict[str, Any] = run(self, stage, given)
+            return {n: x + (1 if x.dtype == np.int64 else 0.5) for n, x in made.items()}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PromptGraphs, "answer", wrong)
+            with pytest.raises(ParityFailed, match=r"stage temporal_prefill does .* hidden is"):
+                parity.check_prompt(executor, primer)
+        executor.close()
+    assert driver.held == {}
+
+
+def test_plans_of_a_prompt_bring_no_weights_that_the_tick_has(planned: Bundle) -> None:
+    """Where two graphs take a matrix from one place of the bundle, it is on the device once."""
+    file = next(name for name in planned.manifest.files if "weights/" in name)
+    shared = WeightInput("shared", "float32", (4, 4), file, 64, 64)
+    own = WeightInput("own", "float32", (4, 4), file, 0, 64)
+    executor = TensorrtExecutor(planned, 2, EAGER)
+    stages = executor._stages
+    recorded = stages._opened.plans
+    prefill = recorded.plan("temporal_prefill")
+    assert prefill is not None
+    called = msgspec.structs.replace(shared, name="called_otherwise")
+    others = [
+        msgspec.structs.replace(plan, weights=(called, own)) if plan == prefill else plan
+        for plan in recorded.plans
+    ]
+    stages._opened = replace(
+        stages._opened, plans=msgspec.structs.replace(recorded, plans=tuple(others))
+    )
+    prompt = planned.manifest.prompt or pytest.fail("no prompt")
+    assert stages.room_for((prompt.prefill,)) == 128
+    stages._weights[tensorrt_stages._place(shared)] = DevicePtr(1 << 20)
+    assert stages.room_for((prompt.prefill,)) == 64
+    executor.close()

@@ -219,8 +219,9 @@ def test_attention_too_narrow_for_any_kernel_is_refused_with_what_would_do(
     )
     outputs = (TensorSpec("y", "float32", ("B", 1, wide)),)
     stage = StageSpec("attend", inputs, outputs, graph="stages/attend.onnx")
-    counts = {"q_num_heads": heads, "kv_num_heads": heads}
-    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], **counts)
+    node = helper.make_node(
+        "Attention", ["q", "k", "v"], ["y"], q_num_heads=heads, kv_num_heads=heads
+    )
     only = (plans.Profile(smallest, smallest, smallest),)
     wanted = replace(graph(tmp_path, [node], stage), profiles=only)
     if not words:
