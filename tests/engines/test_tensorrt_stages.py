@@ -29,7 +29,7 @@ from tests.engines import fake_driver, fake_tensorrt, toy
 from tests.engines.fake_driver import FakeDriver
 from tests.engines.plan_samples import plans_of
 from tests.engines.test_cuda_executor import run_calls
-from tests.tensorrt_api import Api, Use, describe, fault, forms, uses
+from tests.tensorrt_api import Api, Use, describe, fault, forms, tensorrt_eleven, uses
 
 EAGER = CudaOptions(graphs=False)
 LARGEST = 4
@@ -418,18 +418,25 @@ CLASSES = [
 ]
 
 
+RUN_TIMES = ("tensorrt_rtx", "tensorrt_lean", "tensorrt")
+
+
 @pytest.fixture(scope="module")
-def apis() -> dict[str, Api]:
-    return {module.__name__: describe(module) for module in (tensorrt_rtx, tensorrt_lean)}
+def apis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Api]:
+    return {
+        "tensorrt_rtx": describe(tensorrt_rtx),
+        "tensorrt_lean": describe(tensorrt_lean),
+        "tensorrt": tensorrt_eleven(tmp_path_factory.mktemp("eleven")),
+    }
 
 
-@pytest.mark.parametrize("module", ["tensorrt_rtx", "tensorrt_lean"])
+@pytest.mark.parametrize("module", RUN_TIMES)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_the_fake_has_the_names_and_arguments_of_the_real_run_time(
     apis: dict[str, Api], cls: type, module: str
 ) -> None:
     api = apis[module]
-    lacks = ONLY_RTX.get(cls.__name__, set()) if module == "tensorrt_lean" else set()
+    lacks = ONLY_RTX.get(cls.__name__, set()) if module != "tensorrt_rtx" else set()
     if lacks is None:
         assert cls.__name__ not in api, "the other flavour has it now: use it"
         return
@@ -444,7 +451,7 @@ def test_the_fake_has_the_names_and_arguments_of_the_real_run_time(
             assert wanted in [form.names for form in forms(name, theirs[name])], (name, wanted)
 
 
-@pytest.mark.parametrize("module", ["tensorrt_rtx", "tensorrt_lean"])
+@pytest.mark.parametrize("module", RUN_TIMES)
 def test_everything_the_executor_uses_exists_with_these_arguments(
     apis: dict[str, Api], module: str
 ) -> None:
