@@ -33,7 +33,7 @@ from export.pocket.script import FRAME
 
 MEL, WORDS, COMMITMENT, INNER = 15.0, 1.0, 0.5, 2.0
 PEAK, LISTENER_PEAK = 1.5e-3, 5e-4
-LISTENER_FROM = 1_500
+LISTENER_FROM = 3_000
 """Step from which the listener's opinion counts; before it, there is nothing to listen to."""
 SAVE_S = 60.0
 """Between two checkpoints."""
@@ -44,9 +44,9 @@ REPORT = ("mel", "words", "right", "commitment", "pleasing", "inner", "listener"
 class Size:
     """Of a step."""
 
-    batch: int = 64
+    batch: int = 32
     frames: int = 30
-    listened: int = 24_000
+    listened: int = 16_000
     """Samples of each window that the listener hears."""
     listener_from: int = LISTENER_FROM
     capture: bool = True

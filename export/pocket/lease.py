@@ -22,7 +22,7 @@ from export.pocket.pace import Pace
 from export.pocket.script import Stage
 
 Say = Callable[[str], None]
-TINY_CODEC = codec_training.Size(batch=2, frames=14, listener_from=2)
+TINY_CODEC = codec_training.Size(batch=2, frames=14, listened=9_600, listener_from=2)
 TINY_LM = lm_training.Size(calls=4, chunk=2, frames=60, batch=3, ticks=30, refresh=2)
 
 
@@ -61,6 +61,7 @@ def run(wanted: Wanted, say: Say) -> None:
         first = next(calls) if wanted.lm_seconds else []
         device = torch.device(wanted.device)
         torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark_limit = 3  # of each convolution; more took 27 s of a lease
         torch.set_float32_matmul_precision("high")
         mixer = Mixer(stage, device)
         say(f"{len(first)} calls written, bank on {device}, {opened.spent_s():.1f} s")

@@ -56,11 +56,11 @@ class Size:
     chunk: int = 64
     """Calls made at once."""
     frames: int = 500
-    batch: int = 192
+    batch: int = 128
     ticks: int = 250
-    refresh: int = 40
+    refresh: int = 50
     """Steps between two chunks."""
-    fill: float = 0.15
+    fill: float = 0.12
     """Share of the run that may be spent on filling the pool before the first step."""
     capture: bool = True
     """Run steps as captured graphs, on a GPU."""
