@@ -172,6 +172,15 @@ def test_golden_data_of_a_prompt_is_answered_and_what_differs_is_named(
             primer = open_primer(executor, asked)
         assert "golden data of prompts: 2 stages answer as recorded, 2 at every" in caplog.text
         assert isinstance(primer, CudaPrimer)
+        if isinstance(executor, TensorrtExecutor):
+            strategies = fake_tensorrt.DynamicShapesKernelSpecializationStrategy
+            chosen = {
+                name: config.dynamic_shapes_kernel_specialization_strategy
+                for name, config in executor._stages._configs.items()
+            }
+            for_all = {chosen.pop(name) for name in ("temporal_prefill", "opening")}
+            assert for_all == {strategies.NONE}, "a new length of prompt must compile nothing"
+            assert set(chosen.values()) == {strategies.EAGER}
         found = parity.check_prompt(executor, primer)
         assert (found.stages, found.full) == (2, 2)
         assert found.tensors == 3 + 2 * WIDE.lm.layers
