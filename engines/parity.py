@@ -45,7 +45,8 @@ CHOICES: dict[Dtype, float] = {"float32": 0.1, "float16": 0.25, "bfloat16": 0.5}
 changes all that follow it in the same frame. A wrong stage agrees on one in hundreds."""
 
 CODES_OFF = 1e-2
-"""Share of 8-bit keys and values that may be the neighbour of the expected one."""
+"""Share of 8-bit keys and values that may be others: on the edge between two codes a rounding error
+decides."""
 
 DRAWN_VALUES = 64 << 20
 """Of rings: a tenth of a second to draw and as long to copy."""

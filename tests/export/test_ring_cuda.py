@@ -225,8 +225,9 @@ def test_plans_and_the_ring_stage_take_turns_in_one_graph_per_exact_batch(
 
 
 def test_golden_data_is_answered_by_rings_kernels_graphs_and_plans(
-    planned: Bundle, driver: FakeDriver
+    planned: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parity, "CALL_TICKS", 8)
     asked = len(planned.manifest.golden)
     assert asked == len(planned.manifest.stages) - 1, "all but noise"
     graphs_alone = replace(EAGER, kernel_stages=False)
@@ -238,7 +239,7 @@ def test_golden_data_is_answered_by_rings_kernels_graphs_and_plans(
         executor = kind(planned, 3, options)
         found = parity.check(executor)
         assert (found.stages, found.full, found.same_ticks) == (asked, asked, found.ticks)
-        assert found.ticks == 32
+        assert found.ticks == 8
         executor.close()
     assert driver.held == {}
 
