@@ -278,6 +278,7 @@ within_s = 30           # how long the margins of ticks may take to feed a newco
 #digits = {}                  # such as { 0 = "sip:desk@pbx.example", "#" = "hang-up" }
 #words = {}                   # said by the model, such as { "goodbye" = "hang-up" }
 #words_grace_ms = 1500        # of silence after them, before they are acted upon
+#fallback = ""                # who takes the caller when the box fails: "sip:desk@pbx.example"
 #record = false               # keep both sides of these calls; needs the next table
 #[sip.recording]
 #folder = "/var/lib/duplexbox/recordings"   # a WAV file per call: left the caller, right the model

@@ -30,7 +30,10 @@ class Transfers:
         if call is None or call.connection is None or call.session.state is State.GONE:
             why = f"session {session} is not on"
         elif not call.wish.transfers:
-            why = f"session {session} came by the line {call.wish.line}, which transfers nobody"
+            why = (
+                f"session {session} came by the line {call.wish.line}, which transfers nobody; the "
+                "telephone line does where [sip] transfer_to says so"
+            )
         elif session in self._asked and self._asked[session][0].is_open:
             why = f"session {session} is being transferred already"
         if why or call is None or call.connection is None:

@@ -90,6 +90,11 @@ def rate_of(audio: str) -> int:
     return rate_hz if 8_000 <= rate_hz <= 48_000 else 0
 
 
+def _printable(text: str) -> str:
+    """What somebody will read in a log or a list of calls."""
+    return "".join(char for char in text[:200] if char.isprintable())
+
+
 class WebsocketMedia:
     """One call's audio. Nothing here waits; ``send`` queues a message."""
 
@@ -281,10 +286,10 @@ class ChanWebsocketStack:
             sip_stack.Incoming(
                 leg,
                 self._account,
-                request.query.get("caller", ours)[:200],
-                request.query.get("call", ours)[:200],
+                _printable(request.query.get("caller", ours)),
+                _printable(request.query.get("call", ours)),
                 request.remote or "",
-                request.query.get("name", "")[:100],
+                _printable(request.query.get("name", "")),
             )
         )
         sending = asyncio.create_task(self._send(socket, call))

@@ -132,6 +132,7 @@ class PhoneCall:
         self._media = media
         self._welcome = welcome
         self._asked = False
+        self._is_released = False
         waits_ns = PRIMED_NS if account.voice or account.persona else ANSWER_NS
         self._until_ns = now_ns + waits_ns
         self._grid = TickGrid(welcome.t0_ns, welcome.period_ns)
@@ -211,8 +212,12 @@ class PhoneCall:
 
     def transfer_ended(self, outcome: str, is_done: bool, now_ns: int) -> None:
         """What became of it: the session ends with a transfer that is done, and no other."""
-        if self.sent_on.end(outcome, is_done=is_done) and is_done:
+        if not self.sent_on.end(outcome, is_done=is_done):
+            return
+        if is_done:
             self.hang_up(f"transferred to {self.sent_on.target}", now_ns)
+        elif self.state is State.OVER:  # there is nobody left to talk to
+            self._release(now_ns)
 
     def began_anew(self) -> None:
         """The box has reset the model: what it said before does not count."""
@@ -266,15 +271,23 @@ class PhoneCall:
 
     def gone(self, message: control.Gone, now_ns: int) -> None:
         """The box has ended the session, because we wanted it to or not."""
-        self.why = self.why or f"the box ended it ({message.why})"
-        self._over(now_ns)
-        self._release(now_ns)
+        self._part(f"the box ended it ({message.why})", now_ns)
 
     def lost(self, why: str, now_ns: int) -> None:
         """The box is gone, and the session with it."""
+        self._part(why, now_ns)
+
+    def _part(self, why: str, now_ns: int) -> None:
+        """The session is over. A caller who was talking may be somebody else's then."""
+        talked = self.state is State.TALKING
         self.why = self.why or why
         self._over(now_ns)
-        self._release(now_ns)
+        target = self.account.fallback
+        may_fall_back = talked and self.leg_open and bool(target)
+        if may_fall_back and not self.sent_on.ask(target, self.why, self._limits.transfer_to):
+            self.wants.append(Want(Verb.TRANSFER, target))
+        if not self.sent_on.is_under_way:
+            self._release(now_ns)
 
     # --- the clock
 
@@ -435,7 +448,8 @@ class PhoneCall:
 
     def _release(self, now_ns: int) -> None:
         """Let the stack end its part, if it has not."""
-        if self.leg_open and not any(w.verb in (Verb.HANG_UP, Verb.REJECT) for w in self.wants):
+        if self.leg_open and not self._is_released:
+            self._is_released = True
             answered = self.talked_from_ns is not None
             self.wants.append(Want(Verb.HANG_UP if answered else Verb.REJECT))
 

@@ -60,6 +60,8 @@ class SipAccount(_Table, frozen=True):
     """What the model's words do, such as { "goodbye" = "hang-up" }."""
     words_grace_ms: Annotated[int, Meta(ge=500, le=30_000)] = 1500
     """Of silence after such words, before they are acted upon."""
+    fallback: Annotated[str, Meta(max_length=200)] = ""
+    """An address to which a caller is transferred when the box fails in the middle of the call."""
     record: bool = False
     """Keep both sides of these calls: needs [sip.recording]."""
 
@@ -84,9 +86,10 @@ class SipAccount(_Table, frozen=True):
 
     @property
     def rules(self) -> list[tuple[str, str]]:
-        """What keys and words do, each with its name in the file."""
-        keys = [(f'digits "{key}"', what) for key, what in self.digits.items()]
-        return keys + [(f'words "{phrase}"', what) for phrase, what in self.words.items()]
+        """What keys, words and failures do, each with its name in the file."""
+        rules = [(f'digits "{key}"', what) for key, what in self.digits.items()]
+        rules += [(f'words "{phrase}"', what) for phrase, what in self.words.items()]
+        return [*rules, ("fallback", self.fallback)] if self.fallback else rules
 
 
 class SipRecording(_Table, frozen=True):

@@ -301,7 +301,15 @@ class SipServer:
         figures = msgspec.json.encode(call.figures()).decode()
         now_ns = self._clock.now_ns()
         self._ended.say(now_ns, "call %d over: %s %s", number, call.why, figures)
-        self._say("ended", call, why=call.why, talked_ms=row.talked_ms, recording=row.recording)
+        self._say(
+            "ended",
+            call,
+            why=call.why,
+            talked_ms=row.talked_ms,
+            recording=row.recording,
+            transfer_to=row.transfer_to,
+            transfer=row.transfer,
+        )
 
     def _has_stopped(self) -> bool:
         return self._stop_ns is not None and not self._calls

@@ -2,7 +2,8 @@
 
 Decides the words between a stack and the calls. A stack takes care of signalling and packets, on
 threads of its own that do not wait for Python; it tells what happened, carries out what it is
-asked to, and gives each call's audio as samples. `sip_baresip` is one, `sip_bridge` another.
+asked to, and gives each call's audio as samples. `sip_baresip` is one,
+`audiosocket` and `chan_websocket` are others.
 """
 
 from collections.abc import Callable

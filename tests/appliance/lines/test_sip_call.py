@@ -439,6 +439,39 @@ def test_a_box_that_never_answers_is_waited_for_10_s(rig: Rig) -> None:
     assert rig.wants == [Want(Verb.REJECT)]
 
 
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_box_that_fails_hands_the_caller_to_somebody(tmp_path: Path, is_done: bool) -> None:
+    rig = Rig(tmp_path, SipAccount(user="bot", fallback="sip:22@p"))
+    rig.answer()
+    rig.run(1)
+    rig.call.gone(control.Gone(1, "shed"), rig.now_ns)
+    rig.run(5)
+    assert rig.wants == [Want(Verb.TRANSFER, "sip:22@p")]
+    assert not rig.call.is_done
+    assert (rig.call.sent_on.by, rig.call.why) == ("the box ended it (shed)",) * 2
+    if is_done:
+        rig.call.transfer_ended("answered", True, rig.now_ns)
+    else:
+        rig.call.transfer_ended("486 Busy Here", False, rig.now_ns)
+        rig.turn()
+        assert rig.wants[1:] == [Want(Verb.HANG_UP)]
+    rig.call.closed("x", {}, rig.now_ns)
+    rig.turn()
+    assert rig.call.is_done
+    rig.close()
+
+
+def test_a_call_that_was_ended_on_purpose_falls_back_on_nobody(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, SipAccount(user="bot", fallback="sip:22@p"))
+    rig.answer()
+    rig.run(1)
+    rig.call.hang_up("key #", rig.now_ns)
+    rig.gone()
+    assert rig.wants == [Want(Verb.HANG_UP)]
+    assert rig.call.sent_on.target == ""
+    rig.close()
+
+
 @pytest.mark.parametrize("how", ["gone", "lost"])
 def test_when_the_box_ends_it_or_dies_the_caller_is_hung_up_on(rig: Rig, how: str) -> None:
     rig.answer()

@@ -29,6 +29,7 @@ HOOK = '#!/bin/sh\nread -r line\nprintf "%s\\n" "$line" >>"$0.log"\n'
 ACCOUNTS = """persona = "You are Ann."
 voice = "alto"
 digits = { 0 = "sip:desk@127.0.0.1:9" }
+fallback = "sip:desk@127.0.0.1:9"
 [[sip.accounts]]
 user = "brief"
 persona = "You are Bob."
@@ -215,6 +216,22 @@ def test_an_address_that_is_not_in_the_list_is_asked_of_nobody(box: FakeBox, run
         assert "not allowed" in said.detail
         assert phone.hang_up() == 200
     assert last(running).transfer_to == ""
+
+
+def test_a_caller_of_a_box_that_fails_is_somebody_elses(box: FakeBox, running: Line) -> None:
+    with Phone("bot", running.port) as phone:
+        phone.dial()
+        phone.talk(speech(0.3))
+        box.trouble.fault_at = box.sessions[-1].frame_index + 2
+        try:
+            assert asked(phone) == "sip:desk@127.0.0.1:9"
+        finally:
+            box.trouble.fault_at = None
+        notify(phone, "200 OK")
+        assert phone.listen(2.0)[-1].startswith("BYE ")
+    row = last(running)
+    assert row.why == row.transfer_by == "the box ended it (fault)"
+    assert (row.transfer_to, row.transfer) == ("sip:desk@127.0.0.1:9", "answered")
 
 
 def test_the_models_goodbye_ends_the_call(box: FakeBox, running: Line) -> None:
