@@ -1,6 +1,7 @@
-"""Debian's own telephones and proxies for tests: SIPp, baresip, Kamailio, as child processes.
+r"""Debian's own telephones and proxies for tests: SIPp, baresip, Kamailio, as child processes.
 
-    apt-get install --no-install-recommends sip-tester baresip-core kamailio kamailio-tls-modules
+    apt-get install --no-install-recommends \
+        sip-tester baresip-core kamailio kamailio-tls-modules tcpdump
 
 All on the loopback, in a folder the test gives. What is missing fails its test with that line.
 """
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 from tests.sip_peer import free_port, is_taken, now_s, sleep, ulaw_encode
 
 MISSING = (
-    "apt-get install --no-install-recommends sip-tester baresip-core kamailio kamailio-tls-modules"
+    "apt-get install --no-install-recommends "
+    "sip-tester baresip-core kamailio kamailio-tls-modules tcpdump"
 )
 
 

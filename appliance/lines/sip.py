@@ -21,6 +21,7 @@ from appliance import config as configs
 from appliance import control, log
 from appliance.clock import NS_PER_S, Clock, MonotonicClock
 from appliance.config import EXIT_CONFIG, ConfigError
+from appliance.lines import niceness
 from appliance.lines.boxes import Boxes
 from appliance.lines.limits import Bucket
 from appliance.lines.sip_config import SipConfig
@@ -167,7 +168,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: server.stop(within_ns=drain_s * NS_PER_S))
-    _ask_for_niceness()
+    if why := niceness.ask_for(NICENESS):
+        logger.info("%s", why)
     beating = loop.create_task(_beat(beat, stack, server))
     try:
         await health.start()
@@ -202,13 +204,6 @@ async def _beat(pipe: int, stack: "BaresipStack", server: "SipServer") -> None:
                 logger.error("the supervisor is gone")
                 os._exit(1)
         await asyncio.sleep(every_s)
-
-
-def _ask_for_niceness() -> None:
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-    except OSError as err:
-        logger.info("no niceness of %d: %s. It needs LimitNICE in its unit", NICENESS, err.strerror)
 
 
 def _fail(why: str, code: int) -> int:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.appliance.lines.test_audiosocket import line as bridge
 from tests.appliance.lines.test_sip import ROOT, Line, line, speech, ticks
 from tests.fakes_line import FakeBox, FakeSession, Trouble
 from tests.sip_asterisk import asterisk
+from tests.sip_capture import capture
 from tests.sip_debian import baresip, certificate, kamailio, sipp
 from tests.sip_peer import Network, Phone, Refused, now_s, sleep
 
@@ -197,12 +199,13 @@ def test_sipp_many_calls_at_once(tmp_path: Path) -> None:
     """100 calls of 60 s; DUPLEXBOX_CALLS and DUPLEXBOX_CALL_S are for smaller machines."""
     calls = int(os.environ.get("DUPLEXBOX_CALLS", "100"))
     seconds = float(os.environ.get("DUPLEXBOX_CALL_S", "60"))
-    extra = f"calls_per_s = 1000\nmost = {calls}"
+    extra = f"calls_per_s = 1000\nmost = {calls}\nrtp_ports = [10000, 12000]"
     with stub_box(tmp_path, calls) as socket, line(tmp_path, socket, extra) as running:
         before = used(running.worker())
-        code, screen = sipp(
-            tmp_path, running.port, calls, seconds, rate=10, voice=speech(seconds + 1)
-        )
+        with capture(tmp_path, (10_000, 12_000)) as caught:
+            code, screen = sipp(
+                tmp_path, running.port, calls, seconds, rate=10, voice=speech(seconds + 1)
+            )
         after = used(running.worker())
         assert code == 0, screen
         until = now_s() + 20
@@ -212,10 +215,18 @@ def test_sipp_many_calls_at_once(tmp_path: Path) -> None:
     rows = running.rows()
     off = [abs(ticks(row) - row.talked_ms / 80) for row in rows]
     overslept = sum(ticks(row) - row.frames for row in rows)
-    share = (after.cpu_s - before.cpu_s) / (seconds + calls / 10)
+    gaps = caught.gaps_ms()
+    every = np.concatenate(list(gaps.values()))
+    share = (after.cpu_s - before.cpu_s) / (seconds * calls) * 50
     print_figures(
         f"{calls} calls of {seconds:g} s",
-        cpu_of_one_core=round(share, 3),
+        cpu_of_one_core_per_50_calls=round(share, 3),
+        gaps_ms={q: round(float(np.percentile(every, q)), 2) for q in (50, 99, 99.9, 100)},
+        worst_call_p99_9_ms=round(max(float(np.percentile(g, 99.9)) for g in gaps.values()), 2),
+        mean_gap_ms=round(float(every.mean()), 4),
+        talked_ms=(min(row.talked_ms for row in rows), max(row.talked_ms for row in rows)),
+        ends=dict(Counter(row.why for row in rows)),
+        rss_mb=round(after.rss_kb / 1000),
         frames_off=max(off),
         ticks_overslept=overslept,
         delivered=sum(row.delivered for row in rows),
@@ -224,6 +235,9 @@ def test_sipp_many_calls_at_once(tmp_path: Path) -> None:
         concealed_ms=sum(row.concealed_ms for row in rows),
     )
     assert len(rows) == calls
+    assert {row.why for row in rows} == {"the caller hung up"}
+    assert len(gaps) == calls
+    assert np.percentile(every, 99.9) <= 25
     assert max(off) <= 1.5
     assert all(row.rx_packets > seconds * 45 for row in rows)
     assert all(row.tx_packets > seconds * 45 for row in rows)
