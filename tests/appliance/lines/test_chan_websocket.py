@@ -134,13 +134,15 @@ def test_an_asterisk_that_does_not_read_is_noticed() -> None:
     assert call.is_stuck
 
 
-@pytest.fixture
-def port(tmp_path: Path) -> Iterator[int]:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """A line's port, and the folder of its records."""
+    folder = tmp_path_factory.mktemp("line")
     with (
-        FakeBox(tmp_path) as box,
-        line(tmp_path, box.path, "--end-key", "#", verb="chan-websocket") as found,
+        FakeBox(folder) as box,
+        line(folder, box.path, "--end-key", "#", verb="chan-websocket") as port,
     ):
-        yield found
+        yield port, folder
 
 
 async def exchange(port: int, start: str, pcm: bytes, *texts: str) -> tuple[bytes, list[str]]:
@@ -189,11 +191,12 @@ async def exchange(port: int, start: str, pcm: bytes, *texts: str) -> tuple[byte
     ],
 )
 def test_a_call_over_a_websocket_there_and_back(
-    tmp_path: Path, port: int, start: str, key: str, ends: list[str]
+    running: tuple[int, Path], start: str, key: str, ends: list[str]
 ) -> None:
-    voice = speech(2.5)
+    port, folder = running
+    voice = speech(2.0)
     audio, said = asyncio.run(exchange(port, start, voice.astype("<i2").tobytes(), key))
-    (row,) = ended(tmp_path)
+    row = ended(folder)[-1]
     assert said == ends
     assert snr_db(voice, np.frombuffer(audio, "<i2").astype(np.int16)) > 12
     assert (row.line, row.digits, row.why) == ("chan-websocket", "#", "key #")
