@@ -126,13 +126,14 @@ def open_primer(executor: Primes, config: EngineConfig) -> Primer:
 def _check(executor: "CudaExecutor", config: EngineConfig) -> None:
     """Hold what was opened to golden data, or say that nobody did. Raises `ParityFailed`."""
     from engines import parity
+    from engines.answers import ParityFailed
 
     if not config.check_golden:
         logger.info("golden data: not compared, because [engine] check_golden = false")
         return
     try:
         _say("golden data", lambda: parity.check(executor))
-    except parity.ParityFailed:
+    except ParityFailed:
         executor.close()
         raise
 

@@ -8,22 +8,20 @@ captured. What that may cost is bounded: full rings are drawn up to `DRAWN_VALUE
 beyond that the session that has just begun is asked; a prompt's stages are asked when a primer is
 opened.
 
-Floats may be off by `TOLERANCE` of a tensor's largest value, as their stage's narrowest dtype
-allows. What is counted must be equal. Of what is chosen, tokens and codes, a share may differ where
-rounding turns close choices; words must be equal in float32 only.
-
-Not here: whether golden data and bundle are right (`duplexbox export verify`), and time.
+Words must be equal in float32 only; how near the rest must be is said in `answers`. Not here:
+whether golden data and bundle are right (`duplexbox export verify`), and time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines import cuda, tensor_file
-from engines.bundle import NEXT, Bundle, BundleError, Dtype, GoldenSpec, RegionSpec, StageSpec
+from engines.answers import Answer, Asked, Found, ParityFailed, narrowest, packed
+from engines.bundle import NEXT, Bundle, BundleError, Dtype, GoldenSpec, RegionSpec
 from engines.clocks import ClockKind
 from engines.golden import draw_reached, is_drawn, written_rows
 from engines.ort_executor import STORAGE
@@ -35,67 +33,12 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 6e-2}
-"""Of a tensor's largest value, or of 1 if that is larger. A wrong weight moves it by a multiple:
-values are about 1. A temporal transformer of 32 layers and 512 features in bfloat16 is 2.5e-2 off,
-of 2 layers 1.2e-2 (torch, random weights)."""
-
-CHOICES: dict[Dtype, float] = {"float32": 0.1, "float16": 0.25, "bfloat16": 0.5}
-"""Share of tokens and codes that may differ where a stage chooses: one choice turned by rounding
-changes all that follow it in the same frame. A wrong stage agrees on one in hundreds."""
-
-CODES_OFF = 1e-2
-"""Share of 8-bit keys and values that may be others: on the edge between two codes a rounding error
-decides."""
-
 DRAWN_VALUES = 64 << 20
 """Of rings: a tenth of a second to draw and as long to copy."""
 
 CALL_TICKS = 32
 GREEDY = {"sampling.temperature": 0.0, "sampling.text_temperature": 0.0}
 """How the call was recorded."""
-
-REMEDY = {
-    "cuda": (
-        "To tell the bundle from the machine: duplexbox export verify {bundle}. To serve "
-        'meanwhile: [engine] executor = "cpu"'
-    ),
-    "tensorrt": (
-        "Build the plans again: duplexbox export build {bundle} --target {target}. To serve "
-        'meanwhile without plans: [engine] executor = "cuda"'
-    ),
-}
-"""By what `--executor` calls it."""
-
-
-class ParityFailed(BundleError):
-    """What this machine computes is not what the bundle says; plans, kernels or the GPU."""
-
-
-@dataclass(slots=True)
-class Found:
-    """What was asked, and how far the furthest answer was from being refused."""
-
-    stages: int = 0
-    full: int = 0
-    """Stages of which sessions of every age were asked."""
-    tensors: int = 0
-    ticks: int = 0
-    same_ticks: int = 0
-    """Whose words were equal."""
-    furthest: float = 0.0
-    """Distance over what is allowed: refused above 1."""
-    where: str = ""
-
-    def __str__(self) -> str:
-        if not self.stages:
-            return "the bundle carries no golden data, so nothing was compared"
-        said = f"{self.stages} stages answer as recorded, {self.full} at every age"
-        if self.where:
-            said += f", furthest {self.furthest:.0%} of what is allowed ({self.where})"
-        if self.ticks:
-            said += f"; words of {self.same_ticks} of {self.ticks} ticks are equal"
-        return said
 
 
 @dataclass(slots=True)
@@ -151,7 +94,7 @@ def check_prompt(executor: "CudaExecutor", primer: "CudaPrimer") -> Found:
             _check_prefill(executor, primer, golden, regions, found)
         elif golden.stage == spec.opening.name:
             recorded = read(bundle, golden)
-            answer = _Answer(executor, spec.opening, golden, found)
+            answer = Answer(_asked(executor), spec.opening, golden, found)
             rows = [
                 primer.answer(
                     spec.opening,
@@ -192,7 +135,7 @@ def _check_prefill(
         if t.name in regions
     }
     made = primer.answer(stage, given, rings, (age, golden.ticks))
-    answer = _Answer(executor, stage, golden, found)
+    answer = Answer(_asked(executor), stage, golden, found)
     for t in stage.outputs:
         region = regions.get(t.name.removesuffix(NEXT))
         got = made[t.name] if region is None else made[t.name][None]
@@ -235,7 +178,7 @@ def _check_stage(
             state.put_region(bound.buffer, region, row, packed(value, region.dtype))
     executor.stage(stage.name, count)()
     executor.stream.synchronize()
-    answer = _Answer(executor, stage, spec, found)
+    answer = Answer(_asked(executor), stage, spec, found)
     for bound in step.outputs:
         name, region = bound.tensor.name, regions.get(bound.tensor.name.removesuffix(NEXT))
         shape = (count, *bound.tensor.row_shape)
@@ -274,104 +217,13 @@ def _check_call(executor: "CudaExecutor", found: Found) -> None:
                 odd = int(np.count_nonzero(got != expected.reshape(-1)))
                 parted = f"{odd} of {got.size} {name} differ at tick {tick}"
         found.same_ticks += not parted
-    if parted and _narrowest(manifest.stages) == "float32":
+    asked = _asked(executor)
+    if parted and narrowest(manifest.stages) == "float32":
         raise ParityFailed(
-            f"the recorded call of {bundle.path} goes otherwise on {_what(executor)}: {parted}; "
+            f"the recorded call of {bundle.path} goes otherwise on {asked.what}: {parted}; "
             f"none may in float32. Each stage alone answers as recorded, so it is in how a tick is "
             f"captured: duplexbox engines bench {bundle.path} --executor {executor.kind} --eager "
-            f"runs them one by one. {_remedy(executor)}"
-        )
-
-
-@dataclass(slots=True)
-class _Answer:
-    """Compares what one stage gave with what was recorded."""
-
-    executor: "CudaExecutor"
-    stage: StageSpec
-    spec: GoldenSpec
-    found: Found
-    dtype: Dtype = field(init=False)
-    """The narrowest float of the stage: what its floats may be off by follows from it."""
-    chooses: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.dtype = _narrowest((self.stage,))
-        wires = [t for t in self.stage.outputs if not t.name.endswith(NEXT)]
-        self.chooses = any(t.dtype == "int64" for t in wires) or not wires
-
-    def compare(
-        self,
-        name: str,
-        dtype: Dtype,
-        got: Array,
-        recorded: Mapping[str, Array],
-        region: RegionSpec | None,
-    ) -> None:
-        """Raise `ParityFailed` unless ``got`` (sessions, ...) is near what was recorded."""
-        expected = recorded.get(f"out.{name}")
-        if expected is None:
-            self._fail(name, f"has {list(got.shape)} and was not recorded")
-            return
-        expected = expected[: len(got)].reshape(got.shape)
-        self.found.tensors += 1
-        if dtype in TOLERANCE:
-            self._compare_floats(name, unpacked(got), expected)
-        elif dtype in ("int8", "float8e4m3", "uint8"):
-            self._compare_share(name, got, expected, CODES_OFF, "codes")
-        elif self.chooses and dtype == "int64" and not _counts(region):
-            chosen = np.ones(got.shape, np.bool_)
-            if region is not None:  # tokens: most are those of the frames before
-                before = recorded[f"in.{region.name}"][: len(got)]
-                chosen = before.reshape(got.shape) != expected
-                self._compare_share(name, np.where(chosen, 0, got), np.where(chosen, 0, expected))
-            self._compare_share(name, got, expected, CHOICES[self.dtype], "choices", chosen)
-        else:
-            self._compare_share(name, got, expected)
-
-    def _compare_floats(self, name: str, got: Array, expected: Array) -> None:
-        allowed = TOLERANCE[self.dtype]
-        for row, age in enumerate(self.spec.ages[: len(got)]):
-            largest = max(1.0, float(np.abs(expected[row]).max(initial=0)))
-            distance = float(np.abs(got[row] - expected[row]).max(initial=0)) / largest
-            if not distance <= allowed:  # a NaN is not
-                self._fail(
-                    name,
-                    f"is off by {distance * largest:.3g} at frame {age:,}, where {largest:.3g} is "
-                    f"the largest value and {allowed * largest:.3g} is allowed for {self.dtype}",
-                )
-            self._see(name, distance / allowed)
-
-    def _compare_share(
-        self,
-        name: str,
-        got: Array,
-        expected: Array,
-        share: float = 0,
-        what: str = "values",
-        counted: Array | None = None,
-    ) -> None:
-        """counted: which of them the share is of; None: all."""
-        size = got.size if counted is None else int(np.count_nonzero(counted))
-        odd, most = int(np.count_nonzero(got != expected)), int(share * size)
-        if odd > most:
-            pairs = zip(self.spec.ages, got, expected, strict=False)
-            ages = ", ".join(f"{age:,}" for age, x, y in pairs if not np.array_equal(x, y))
-            self._fail(
-                name, f"has {odd} of {size} {what} wrong at frame {ages}; {most or 'none'} may"
-            )
-        if most:
-            self._see(name, odd / most)
-
-    def _see(self, name: str, used: float) -> None:
-        if used > self.found.furthest:
-            self.found.furthest, self.found.where = used, f"{self.stage.name}: {name}"
-
-    def _fail(self, name: str, what: str) -> None:
-        raise ParityFailed(
-            f"stage {self.stage.name} does not answer on {_what(self.executor)} what the golden "
-            f"data of {self.executor.bundle.path} says: output {name} {what}. "
-            f"{_remedy(self.executor)}. To start all the same: [engine] check_golden = false"
+            f"runs them one by one. {asked.remedy}"
         )
 
 
@@ -434,31 +286,6 @@ def _read(bundle: Bundle, name: str) -> dict[str, Array]:
     return {key: tensor.array for key, tensor in held.items()}
 
 
-def packed(values: Array, dtype: Dtype) -> Array:
-    """Recorded or drawn values as a tensor of ``dtype`` is stored."""
-    if dtype != "bfloat16":
-        return np.ascontiguousarray(values, STORAGE[dtype][0])
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    # To the nearest, ties to even: what is added carries into the bits that stay.
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def unpacked(stored: Array) -> Array:
-    """Floats as they are stored -> float32."""
-    if stored.dtype == np.uint16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
-
-
-def _narrowest(stages: Sequence[StageSpec]) -> Dtype:
-    dtypes = {t.dtype for stage in stages for t in (*stage.inputs, *stage.outputs)}
-    return max(dtypes & TOLERANCE.keys() or {"float32"}, key=lambda dtype: TOLERANCE[dtype])
-
-
-def _counts(region: RegionSpec | None) -> bool:
-    return region is not None and region.clock.kind is ClockKind.COUNTER
-
-
 def _rows(ring: Array, region: RegionSpec, age: int) -> Array:
     return np.take(ring, written_rows(region, age), region.clock.axis)
 
@@ -472,14 +299,7 @@ def _reached_values(region: RegionSpec, age: int) -> int:
     return whole // region.clock.retain * region.clock.valid_rows(age)
 
 
-def _what(executor: "CudaExecutor") -> str:
-    return f"{executor.gpu} through {executor.runs_on}"
-
-
-def _remedy(executor: "CudaExecutor") -> str:
+def _asked(executor: "CudaExecutor") -> Asked:
     major, minor = executor.device.compute_capability
-    names: Mapping[str, object] = {
-        "bundle": executor.bundle.path,
-        "target": f"sm_{major}{minor}",
-    }
-    return REMEDY[executor.kind].format_map(names)
+    what = f"{executor.gpu} through {executor.runs_on}"
+    return Asked(executor.bundle.path, executor.kind, what, f"sm_{major}{minor}")

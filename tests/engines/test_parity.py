@@ -16,10 +16,10 @@ import pytest
 from appliance.config import EngineConfig
 from appliance.engine import open_engine
 from engines import bundle, cuda, cuda_executor, parity
+from engines.answers import ParityFailed, packed, unpacked
 from engines.bundle import NEXT, Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.kernels import lm_reference
-from engines.parity import ParityFailed, packed, unpacked
 from engines.program import Bound, plan_program
 from tests.engines import fake_driver
 from tests.engines.fake_driver import FakeDriver

@@ -28,12 +28,12 @@ from engines import (
     ring_launch,
     tensorrt_stages,
 )
+from engines.answers import ParityFailed
 from engines.bundle import Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.executor import Executor
 from engines.kernels.ring_attention import CacheType
 from engines.ort_executor import OrtExecutor
-from engines.parity import ParityFailed
 from engines.program import Buffer
 from engines.tensorrt_executor import TensorrtExecutor
 from export import build, tiny

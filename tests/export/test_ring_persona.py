@@ -11,13 +11,13 @@ import pytest
 from appliance.config import EngineConfig
 from appliance.engine import open_primer
 from engines import gpu, parity, tensorrt_stages
+from engines.answers import ParityFailed
 from engines.bundle import Bundle, StageSpec
 from engines.cuda import DevicePtr
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.cuda_prefill import CudaPrimer
 from engines.ort_executor import OrtExecutor
 from engines.ort_prefill import OrtPrimer, PromptGraphs
-from engines.parity import ParityFailed
 from engines.plans import WeightInput
 from engines.prefill import chunk_rows, make_prompt
 from engines.tensorrt_executor import TensorrtExecutor
