@@ -26,6 +26,9 @@ from appliance.lines.sip_records import Row, read
 from tests.fakes import FakeClock
 from tests.fakes_line import FakeBox, Trouble
 from tests.sip_peer import RATE_HZ, Phone, Refused, free_port, now_s, sleep
+from tests.sip_registrar import Registrar
+
+pytestmark = pytest.mark.clock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -252,3 +255,45 @@ def test_a_worker_that_dies_is_back_within_two_seconds_and_its_calls_are_known_t
     # On a machine too busy to start it at all within that, no longer than it took at first.
     assert back_s < max(2.0, 1.5 * running.start_s), f"{back_s:.1f} s, {running.start_s:.1f} s"
     assert [row.why for row in running.rows()] == ["the line's process ended"]
+
+
+@pytest.mark.slow
+def test_a_registrar_that_asks_to_be_asked_at_once_again_is_left_alone(tmp_path: Path) -> None:
+    """One that says "for 0 seconds" was asked a thousand times a second, for ever."""
+    with (
+        Registrar(lambda _: ("200 OK", ";expires=0")) as registrar,
+        FakeBox(tmp_path) as box,
+        line(tmp_path, box.path, account=_login(tmp_path, registrar.port)) as running,
+    ):
+        running.wait("renewed 10 times")
+        sleep(0.2)
+        asked = len(registrar.requests)
+        sleep(1.0)
+        assert len(registrar.requests) == asked
+    assert asked < 200
+    assert running.log.read_text().count("account bot is registered") == 1
+
+
+@pytest.mark.slow
+def test_a_login_that_is_not_renewed_is_tried_again_soon(tmp_path: Path) -> None:
+    """The stack alone waits from 30 s to half an hour."""
+
+    def answer(number: int) -> tuple[str, str]:
+        return ("503 Service Unavailable", "") if number == 2 else ("200 OK", ";expires=1")
+
+    with (
+        Registrar(answer) as registrar,
+        FakeBox(tmp_path) as box,
+        line(tmp_path, box.path, account=_login(tmp_path, registrar.port)) as running,
+    ):
+        running.wait("is not registered at")
+        failed = now_s()
+        while running.log.read_text().count("account bot is registered") < 2:
+            assert now_s() < failed + 10
+            sleep(0.02)
+
+
+def _login(folder: Path, port: int) -> str:
+    secret = folder / "secret"
+    secret.write_text("s3cret\n")
+    return f'domain = "127.0.0.1:{port}"\nregister = true\npassword_file = "{secret}"'
