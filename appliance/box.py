@@ -18,11 +18,12 @@ from appliance.channel import Capacities
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock, TickGrid
 from appliance.config import Config, ConfigError
 from appliance.engine import open_engine, open_primer
-from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.ledger_writer import LedgerWriter
 from appliance.notify import Notify
 from appliance.priming import PrimingDesk
 from appliance.realtime import ask_for_priority
 from appliance.reception import Reception
+from appliance.record_ring import RecordRing
 from appliance.retention import Keep
 from appliance.side_models import SideModels, plan
 from appliance.step_model import BESIDE_SESSION_NS, StepSamples

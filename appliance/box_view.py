@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from appliance.clock import NS_PER_MS
 from appliance.ledger import Flag
 
+LATE, MISSED, CONCEALED = Flag.LATE.value, Flag.MISSED.value, Flag.CONCEALED.value
+
 MARGINS = 32
 """Newest margins per session: 2.6 s at 80 ms; a watcher who asks every second misses none."""
 
@@ -95,14 +97,17 @@ class Watch:
         if not len(records):
             return
         tenths = (records["margin_ns"] // (NS_PER_MS // 10)).tolist()
-        ran = (records["flags"] & Flag.MISSED.value) == 0
+        session, flags, index, tick, lag = (
+            records[name].tolist() for name in ("session", "flags", "index", "tick", "lag")
+        )
+        ran = (records["flags"] & MISSED) == 0
         ticks = records["tick"][ran]
         took_ns = period_ns - records["margin_ns"][ran]
         with self._lock:
-            for row, margin in zip(records, tenths, strict=True):
-                fare = self._fares.get(int(row["session"]))
+            for number, *row in zip(session, flags, index, tick, lag, tenths, strict=True):
+                fare = self._fares.get(number)
                 if fare is not None:
-                    _enter(fare, row, margin)
+                    _enter(fare, *row)
             # Slots of one tick follow each other, and the last of them is when the tick was done.
             last = np.flatnonzero(np.diff(ticks, append=ticks[-1:] + 1)) if len(ticks) else ticks
             bins = np.clip(took_ns[last] * BINS // period_ns, 0, BINS)
@@ -135,13 +140,12 @@ class Watch:
         return BoxView(views, histogram, len(live) - len(views))
 
 
-def _enter(fare: _Fare, row: NDArray[np.void], margin: int) -> None:
-    flags = int(row["flags"])
-    fare.age = int(row["index"]) + 1
-    fare.tick = int(row["tick"])
+def _enter(fare: _Fare, flags: int, index: int, tick: int, lag: int, margin: int) -> None:
+    fare.age = index + 1
+    fare.tick = tick
     fare.margins.append(margin)
     fare.worst = margin if fare.worst is None else min(fare.worst, margin)
-    fare.late += bool(flags & Flag.LATE.value)
-    fare.missed += bool(flags & Flag.MISSED.value)
-    fare.concealed += bool(flags & Flag.CONCEALED.value)
-    fare.lag = int(row["lag"])
+    fare.late += bool(flags & LATE)
+    fare.missed += bool(flags & MISSED)
+    fare.concealed += bool(flags & CONCEALED)
+    fare.lag = lag

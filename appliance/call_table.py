@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from appliance.frame_ring import Receipt
 from appliance.ledger import Call, Flag, Header, Settled, file_name
@@ -74,6 +72,9 @@ _TEXT = frozenset(
 )
 
 
+MISSED, CONCEALED = Flag.MISSED.value, Flag.CONCEALED.value
+
+
 @dataclass(slots=True)
 class Totals:
     """What a call adds up to while it goes on; the ledger's thread feeds it."""
@@ -87,17 +88,15 @@ class Totals:
     outcomes: dict[int, int] = field(default_factory=dict)
     """First outcomes by `Settled`."""
 
-    def add_ticks(self, records: NDArray[np.void]) -> None:
-        """records: (n,) `ledger.TICK` of this call."""
-        flags = records["flags"]
-        self.due += len(records)
-        self.missed += int(((flags & Flag.MISSED) > 0).sum())
-        self.concealed += int(((flags & Flag.CONCEALED) > 0).sum())
-        self.skipped += int(records["skipped"].sum())
-        worst = int(records["margin_ns"].min())
-        before = self.worst_margin_ns
-        self.worst_margin_ns = worst if before is None else min(before, worst)
-        self.longest_miss_run = max(self.longest_miss_run, int(records["misses"].max()))
+    def add_tick(self, flags: int, skipped: int, margin_ns: int, misses: int) -> None:
+        """One record of this call, `ledger.TICK`."""
+        self.due += 1
+        self.missed += bool(flags & MISSED)
+        self.concealed += bool(flags & CONCEALED)
+        self.skipped += skipped
+        if self.worst_margin_ns is None or margin_ns < self.worst_margin_ns:
+            self.worst_margin_ns = margin_ns
+        self.longest_miss_run = max(self.longest_miss_run, misses)
 
     def add_receipt(self, receipt: Receipt, *, is_first: bool) -> None:
         """is_first: of its frame; a frame's first outcome is what the caller heard."""

@@ -174,6 +174,9 @@ RECEIPT = _layout(
 )
 """What became of one frame."""
 
+RECEIPT_VALUES = struct.Struct("<BB2xIQqqq44xI")
+"""kind, outcome, generation, session, index, at_ns, buffer_ns, crc: the same, packed."""
+
 SIDE = _layout(
     {
         **_COMMON,  # index: period (hard) or input, counted from the call's first frame
@@ -272,6 +275,12 @@ def seal(records: NDArray[np.void]) -> bytes:
         crc = zlib.crc32(memoryview(raw)[start : start + CRC_AT])
         raw[start + CRC_AT : start + RECORD_BYTES] = crc.to_bytes(4, "little")
     return bytes(raw)
+
+
+def sealed(packed: bytes) -> bytes:
+    """One record that has been packed with a CRC of 0, with its own."""
+    body = packed[:CRC_AT]
+    return body + zlib.crc32(body).to_bytes(4, "little")
 
 
 def read_call(path: Path) -> Call:

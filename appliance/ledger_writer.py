@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from appliance import side_report
 from appliance.box_view import Watch
@@ -28,9 +27,10 @@ from appliance.frame_ring import Outcome, Receipt, ReceiptRing, Result, ResultRi
 from appliance.ledger import (
     BUFFER_UNKNOWN,
     END,
-    RECEIPT,
+    RECEIPT_VALUES,
     RECORD_BYTES,
     TICK,
+    TICK_FIELDS,
     TICK_VALUES,
     Flag,
     Header,
@@ -40,8 +40,10 @@ from appliance.ledger import (
     encode_header,
     file_name,
     seal,
+    sealed,
 )
 from appliance.realtime import ask_for_priority
+from appliance.record_ring import RecordRing
 from appliance.retention import Keep, remove
 from appliance.side_report import SideReport
 
@@ -64,45 +66,13 @@ ROWS_PENDING = 10_000
 
 I32 = 2**31 - 1
 
-_HANDED_OVER = Flag.GENERATED | Flag.UNREAD | Flag.FAULT
+HANDED_OVER = (Flag.GENERATED | Flag.UNREAD | Flag.FAULT).value
+NAMES = TICK.names or ()
+SESSION = NAMES.index("session")
 
-
-class RecordRing:
-    """Tick thread -> ledger thread: one writer, one reader, no lock, nothing allocated to keep.
-
-    Each counter has one writer; the interpreter lock orders a row's bytes before its counter.
-    """
-
-    __slots__ = ("_bytes", "capacity", "lost", "read", "rows", "written")
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._bytes = bytearray(capacity * RECORD_BYTES)
-        self.rows: NDArray[np.void] = np.frombuffer(self._bytes, TICK)
-        self.written = 0
-        self.read = 0
-        self.lost = 0
-        """Records that found the ring full. Only grows; 0 in a box whose ledger is whole."""
-
-    def put(self, record: tuple[int, ...]) -> bool:
-        """Writer: copy one record, `ledger.TICK_FIELDS` in order. False if it was lost."""
-        if self.written - self.read >= self.capacity:
-            self.lost += 1
-            return False
-        offset = self.written % self.capacity * RECORD_BYTES
-        TICK_VALUES.pack_into(self._bytes, offset, *record)
-        self.written += 1
-        return True
-
-    def take(self) -> NDArray[np.void]:
-        """Reader: a copy of all records that wait, oldest first."""
-        written = self.written
-        if written == self.read:
-            return self.rows[:0].copy()
-        picked = np.arange(self.read, written) % self.capacity
-        records: NDArray[np.void] = self.rows[picked]
-        self.read = written
-        return records
+MAKE_WAY_S, MAKE_WAY_TIMES = 0.001, 50
+"""How long this thread steps aside at a time while the tick gathers or scatters, and how often per
+pass: of 160 callers' records a pass takes longer than their tick has to spare."""
 
 
 @dataclass(slots=True)
@@ -196,6 +166,7 @@ class LedgerWriter:
         self._kept_ns = clock.now_ns() - RETENTION_NS
         self._table: CallTable | None = None
         self._rows: list[CallRow] = []
+        self._patience = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
 
@@ -242,20 +213,25 @@ class LedgerWriter:
         """One pass. Also what tests call, instead of the thread."""
         # Receipts are fetched before records and looked at after them: a receipt can then
         # never overtake the record of the frame it is about.
+        self._patience = MAKE_WAY_TIMES
+        self._make_way()
         fetched = [(call, _drain(call.receipts)) for call in self._calls.values()]
         closing = self._obey()
         records = self._ring.take()
         if self._calls:
             period_ns = next(iter(self._calls.values())).header.period_ns
             self.watch.add(records, period_ns)
-        for session in np.unique(records["session"]).tolist():
+        for record in records.tolist():
+            session = record[SESSION]
             if session not in self._calls:
                 closing += self._obey()  # it was admitted between the two lines above
             call = self._calls.get(session)
             assert call is not None, f"records of session {session}, which is closed or never was"
-            self._enter_records(call, records[records["session"] == session])
+            self._enter_record(call, record)
+            self._make_way()
         for call, receipts in fetched:
             self._enter_receipts(call, receipts)
+            self._make_way()
         for call in self._calls.values():
             self._enter_results(call)
         for command in closing:
@@ -296,22 +272,28 @@ class LedgerWriter:
         else:
             self._end(call, command.due, command.why)
 
-    def _enter_records(self, call: _CallFile, records: NDArray[np.void]) -> None:
-        handed = (records["flags"] & _HANDED_OVER) == Flag.GENERATED
+    def _make_way(self) -> None:
+        """Let go of the interpreter while the tick thread needs it; for so long, if it hangs."""
+        while self._ring.is_hurried and self._patience:
+            self._patience -= 1
+            self._stop.wait(MAKE_WAY_S)
+
+    def _enter_record(self, call: _CallFile, record: tuple[int, ...]) -> None:
+        """record: `TICK`, in the order of its names."""
+        values = dict(zip(NAMES, record, strict=True))
+        flags, index, margin_ns = values["flags"], values["index"], values["margin_ns"]
         period_ns = call.header.period_ns
-        at_ns = call.header.t0_ns + (records["tick"] + 1) * period_ns - records["margin_ns"]
-        for index, when_ns in zip(
-            records["index"][handed].tolist(), at_ns[handed].tolist(), strict=True
-        ):
-            if index >= len(call.seen) or not call.seen[index]:
-                call.awaited[index] = when_ns
-        records["buffer_us"] = BUFFER_UNKNOWN
+        at_ns = call.header.t0_ns + (values["tick"] + 1) * period_ns - margin_ns
+        was_handed_over = flags & HANDED_OVER == Flag.GENERATED.value
+        if was_handed_over and (index >= len(call.seen) or not call.seen[index]):
+            call.awaited[index] = at_ns
+        values["buffer_us"] = BUFFER_UNKNOWN
         if call.playout_ns is not None:
-            left_us = (call.playout_ns + records["index"] * period_ns - at_ns) // 1000
-            records["buffer_us"] = np.clip(left_us, -I32, I32)
-        call.totals.add_ticks(records)
-        call.records += len(records)
-        call.pending += seal(records)
+            left_us = (call.playout_ns + index * period_ns - at_ns) // 1000
+            values["buffer_us"] = max(-I32, min(left_us, I32))
+        call.totals.add_tick(flags, values["skipped"], margin_ns, values["misses"])
+        call.records += 1
+        call.pending += sealed(TICK_VALUES.pack(*[values[name] for name in TICK_FIELDS]))
 
     def _enter_receipts(self, call: _CallFile, receipts: list[Receipt]) -> None:
         rows = []
@@ -361,16 +343,19 @@ class LedgerWriter:
         return True
 
     def _append_receipts(self, call: _CallFile, receipts: list[Receipt]) -> None:
-        rows = np.zeros(len(receipts), RECEIPT)
-        for row, receipt in zip(rows, receipts, strict=True):
-            row["kind"] = Kind.RECEIPT
-            row["generation"] = receipt.generation
-            row["session"] = receipt.session
-            row["index"] = receipt.frame_index
-            row["outcome"] = receipt.outcome
-            row["at_ns"] = receipt.at_ns
-            row["buffer_ns"] = receipt.buffer_ns
-        call.pending += seal(rows)
+        for receipt in receipts:
+            call.pending += sealed(
+                RECEIPT_VALUES.pack(
+                    Kind.RECEIPT.value,
+                    receipt.outcome,
+                    receipt.generation,
+                    receipt.session,
+                    receipt.frame_index,
+                    receipt.at_ns,
+                    receipt.buffer_ns,
+                    0,
+                )
+            )
 
     def _end(self, call: _CallFile, due: int, why: Why) -> None:
         header = call.header

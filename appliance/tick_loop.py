@@ -28,8 +28,8 @@ from appliance.calibration import Recalibration
 from appliance.clock import Clock, TickGrid
 from appliance.frame_ring import DownlinkHeader, UplinkHeader
 from appliance.leases import Slots
-from appliance.ledger_writer import RecordRing
 from appliance.priming import PrimingDesk
+from appliance.record_ring import RecordRing
 from appliance.scheduler import (
     Occupant,
     TickPlan,
@@ -148,6 +148,7 @@ class TickLoop:
 
         due_tick: the tick that is due now. Returns the one to wait for next.
         """
+        self.ring.is_hurried = True
         self._read_inbox()
         self._let_leave()
         self._begin_anew()
@@ -166,6 +167,7 @@ class TickLoop:
         self._let_in(tick)
         self._hold(tick)
         self._step(tick, max(0, self.grid.tick_at(now_ns) - tick))
+        self.ring.is_hurried = False
         if self._priming:
             self._prime(tick)
         if self.idle is not None and self.idle.asked:
@@ -332,7 +334,9 @@ class TickLoop:
         )
         heard = self._gather(seats, plan)
         began_ns = self.clock.now_ns()
+        self.ring.is_hurried = False
         self.executor.step(plan.batch)
+        self.ring.is_hurried = True
         step_ns = self.clock.now_ns() - began_ns
         self._steps_ns[tick % RECENT_STEPS] = step_ns
         margin_ns = self._scatter(seats, plan, heard, min(step_ns, U32_MAX))

@@ -16,7 +16,7 @@ from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import TickGrid
 from appliance.frame_ring import LAST, DownlinkHeader, Outcome, Receipt, UplinkHeader
-from appliance.ledger_writer import RecordRing
+from appliance.record_ring import RecordRing
 from appliance.seat import Arrive, Seat
 from appliance.session import SessionId
 from appliance.tick_loop import TickLoop, TickPolicy

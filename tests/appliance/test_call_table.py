@@ -5,7 +5,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from appliance import call_table, ledger
@@ -131,8 +130,8 @@ def test_a_table_that_cannot_be_written_costs_no_call(
 
 def test_totals_take_only_the_first_word_on_a_frame() -> None:
     totals = Totals()
-    records = ledger.tick_records([{"index": n, "flags": HEARD, "margin_ns": n} for n in range(2)])
-    totals.add_ticks(np.array(records))
+    for margin_ns in range(2):
+        totals.add_tick(HEARD, 0, margin_ns, 0)
     totals.add_receipt(Receipt(1, 1, 0, Outcome.FILLED, 0, 0), is_first=True)
     totals.add_receipt(Receipt(1, 1, 0, Outcome.DISCARDED, 0, 0), is_first=False)
     made = totals.row(header(), "left", 2, 0, 100)

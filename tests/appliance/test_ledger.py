@@ -26,7 +26,8 @@ from appliance.ledger import (
     read_call,
     read_folder,
 )
-from appliance.ledger_writer import PENDING_LIMIT_BYTES, LedgerWriter, RecordRing
+from appliance.ledger_writer import PENDING_LIMIT_BYTES, LedgerWriter
+from appliance.record_ring import RecordRing
 from tests.fakes import PERIOD_NS, FakeClock
 
 HEARD = (Flag.HEARD | Flag.GENERATED).value

@@ -21,7 +21,8 @@ from appliance.clock import NS_PER_S, TickGrid
 from appliance.frame_ring import LAST, Outcome, Receipt, UplinkHeader
 from appliance.journal import Head, JournalWriter
 from appliance.ledger import Header, Why
-from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.ledger_writer import LedgerWriter
+from appliance.record_ring import RecordRing
 from appliance.seat import Arrive, Depart, Restart, Seat
 from appliance.session import Event, SessionId
 from appliance.tick_loop import TickLoop, TickPolicy

@@ -12,7 +12,8 @@ from appliance import clock
 from appliance.call_table import read_rows
 from appliance.clock import NS_PER_S
 from appliance.ledger import Why
-from appliance.ledger_writer import RETENTION_NS, LedgerWriter, RecordRing
+from appliance.ledger_writer import RETENTION_NS, LedgerWriter
+from appliance.record_ring import RecordRing
 from appliance.retention import Keep, Stored, plan_removal, remove
 from tests.appliance.test_ledger import header
 from tests.fakes import FakeClock

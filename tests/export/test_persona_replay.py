@@ -21,9 +21,10 @@ from appliance.control import Prompted
 from appliance.frame_ring import Outcome, Receipt, UplinkHeader
 from appliance.journal import Head, JournalWriter
 from appliance.ledger import Header, Why
-from appliance.ledger_writer import LedgerWriter, RecordRing
+from appliance.ledger_writer import LedgerWriter
 from appliance.persona import Personas
 from appliance.priming import Job, PrimingDesk
+from appliance.record_ring import RecordRing
 from appliance.seat import Arrive, Primed, Restart, Restarted, Seat
 from appliance.session import SessionId
 from appliance.tick_loop import TickLoop, TickPolicy
