@@ -20,6 +20,8 @@ DEV_STAMP := $(DEV)/.installed
 PIP := -m pip --disable-pip-version-check --no-input
 # -rs: a test that is skipped says why.
 PYTEST := $(DEV)/bin/python -m pytest -rs
+# Tests that any machine can run, in minutes.
+HERE := not gpu and not soak and not sound and not web and not peers
 say = @printf '==> %s\n' "$(1)"
 
 # One thread per library: the tests run several processes, and a CPU step is repeatable only so.
@@ -57,10 +59,10 @@ types: $(DEV_STAMP)
 	@$(DEV)/bin/mypy
 
 tests: $(DEV_STAMP)
-	$(call say,tests of the models and engines: on both cores)
-	@$(PYTEST) -m 'not gpu and not soak and not sound and not web and not peers' -n 2 --dist loadfile --ignore tests/appliance $(PYTEST_ARGS)
-	$(call say,tests of the appliance: many watch the clock, so they have the machine to themselves)
-	@$(PYTEST) -m 'not gpu and not soak and not sound and not web and not peers' tests/appliance $(PYTEST_ARGS)
+	$(call say,tests that no clock is watched in: on both cores)
+	@$(PYTEST) -m '$(HERE) and not clock' -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(call say,tests that watch the clock: they have the machine to themselves)
+	@$(PYTEST) -m '$(HERE) and clock' $(PYTEST_ARGS)
 
 # Needs: apt-get install --no-install-recommends pulseaudio pulseaudio-utils libasound2-plugins \
 #        libportaudio2

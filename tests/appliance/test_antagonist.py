@@ -19,6 +19,8 @@ from appliance.ledger import Flag
 from tests.appliance.lines.test_boxes import serve
 from tests.appliance.test_box import DEADLINE_S, spend
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).parents[2]
 SESSIONS, BURNERS, QUIET_S, BURN_S = 4, 8, 8.0, 15.0
 RECOVER_S = 100

@@ -39,6 +39,8 @@ from appliance.frame_ring import LAST, Outcome, Receipt, UplinkHeader
 from appliance.listener import SocketTaken
 from tests.fakes import FakeExecutor, make_bundle
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
 GENEROUS = AdmissionConfig(calibrate_s=0, min_margin_ms=0)

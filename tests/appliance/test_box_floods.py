@@ -14,6 +14,8 @@ from appliance.seat import Depart, ToTick
 from appliance.session import Event, SessionId
 from tests.appliance.test_box import DEADLINE_S, Line, Running
 
+pytestmark = pytest.mark.clock
+
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:

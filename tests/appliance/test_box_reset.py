@@ -12,6 +12,8 @@ from appliance.ledger import Flag
 from appliance.session import SessionId, State
 from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
 
+pytestmark = pytest.mark.clock
+
 __all__ = ["socket_path"]
 
 

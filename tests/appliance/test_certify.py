@@ -30,6 +30,7 @@ def asked(*words: str) -> certify.Asked:
     return certify.plan(argparse.Namespace(executor="auto", gpu=0, **values))
 
 
+@pytest.mark.clock
 @pytest.mark.slow
 def test_a_quick_certificate_says_what_happened_whatever_happened(tmp_path: Path) -> None:
     said: list[str] = []

@@ -20,6 +20,7 @@ from tests.fakes import FakeExecutor, make_bundle
 SESSION_NS = 18 * NS_PER_MS
 
 
+@pytest.mark.clock
 @pytest.mark.soak
 def test_the_next_caller_is_refused_for_time_while_lines_are_free(tmp_path: Path) -> None:
     clock = MonotonicClock()

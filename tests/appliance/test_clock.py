@@ -1,5 +1,7 @@
 """The grid does not move, and nobody wakes up early."""
 
+import pytest
+
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import MonotonicClock, TickGrid
 from tests.fakes import FakeClock
@@ -34,6 +36,7 @@ def test_a_time_lies_in_exactly_one_tick() -> None:
     assert [grid.tick_at(now) for now in (99, 100, 179, 180)] == [-1, 0, 0, 1]
 
 
+@pytest.mark.clock
 def test_the_real_clock_never_returns_before_its_time_and_not_far_after() -> None:
     clock = MonotonicClock()
     late_ns = []
@@ -46,6 +49,7 @@ def test_the_real_clock_never_returns_before_its_time_and_not_far_after() -> Non
     assert min(late_ns) < 1 * MS
 
 
+@pytest.mark.clock
 def test_a_deadline_that_has_passed_is_not_slept_for() -> None:
     clock = MonotonicClock()
     before_ns = clock.now_ns()

@@ -19,6 +19,8 @@ from appliance.ledger import Settled, Why
 from tests.appliance.test_report import DELIVERED, OK, call
 from tests.fakes import FakeExecutor, make_bundle
 
+pytestmark = pytest.mark.clock
+
 FILLED = Settled.FILLED.value
 
 

@@ -107,6 +107,7 @@ def test_a_systemd_that_does_not_read_never_blocks_the_loop(tmp_path: Path) -> N
     notify.close()
 
 
+@pytest.mark.clock
 def test_the_loop_feeds_the_watchdog_and_a_hanging_loop_does_not(
     tmp_path: Path, systemd: Systemd
 ) -> None:
@@ -148,6 +149,7 @@ def test_the_loop_feeds_the_watchdog_and_a_hanging_loop_does_not(
         process.wait()
 
 
+@pytest.mark.clock
 def test_a_drained_box_says_so_and_asks_for_its_time(tmp_path: Path, systemd: Systemd) -> None:
     (tmp_path / "duplexbox.toml").write_text(
         f'[engine]\nbundle = "{tmp_path}/bundle"\n[clock]\ndrain_s = 0\nsettle_s = 2\n'

@@ -38,6 +38,8 @@ from engines.tensor_file import Tensor
 from export.checkpoint_text import seeded_pieces, sentencepiece_model
 from tests.fakes_prompt import SPEC, PromptedExecutor, make_prompted_bundle
 
+pytestmark = pytest.mark.clock
+
 pytest.importorskip("sentencepiece", reason="needs the persona extra")
 
 DEADLINE_S = 20.0

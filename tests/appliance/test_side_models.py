@@ -26,6 +26,8 @@ from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
 from tests.engines.test_stream_model import weights
 from tests.fakes import PERIOD_NS, SAMPLES
 
+pytestmark = pytest.mark.clock
+
 __all__ = ["socket_path"]
 ROOT = Path(__file__).parents[2]
 TALK_S = 4.0

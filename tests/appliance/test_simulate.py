@@ -171,6 +171,7 @@ def test_the_same_scenario_gives_the_same_outcome() -> None:
     assert any("worst" in line for line in text(scenario, simulate(scenario)))
 
 
+@pytest.mark.clock
 @pytest.mark.soak
 def test_256_sessions_for_an_hour_take_less_than_five_minutes() -> None:
     clock_s = _Stopwatch()

@@ -32,6 +32,7 @@ def test_a_full_disk_and_a_holey_ledger_are_in_capitals() -> None:
     assert "LEDGER    1 records" in text
 
 
+@pytest.mark.clock
 def test_the_verb_asks_every_box_of_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

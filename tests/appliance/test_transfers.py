@@ -13,6 +13,8 @@ from appliance.control import ControlClient
 from appliance.session import SessionId
 from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
 
+pytestmark = pytest.mark.clock
+
 __all__ = ["socket_path"]
 
 

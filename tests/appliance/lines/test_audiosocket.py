@@ -31,6 +31,8 @@ from tests.appliance.lines.test_sip import ROOT, snr_db, speech
 from tests.fakes_line import FakeBox, Trouble
 from tests.sip_peer import CLOCK, free_port, now_s, sleep
 
+pytestmark = pytest.mark.clock
+
 said = st.lists(st.tuples(st.integers(0, 255), st.binary(max_size=700)), max_size=8)
 
 

@@ -18,6 +18,8 @@ from appliance.lines.boxes import Boxes, News
 from appliance.step_model import StepModel
 from tests.appliance.test_box import DEADLINE_S, Running, spend
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).parents[3]
 CLOCK = MonotonicClock()
 

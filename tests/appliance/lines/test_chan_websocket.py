@@ -26,6 +26,8 @@ from tests.appliance.lines.test_sip import snr_db, speech
 from tests.fakes import FakeClock
 from tests.fakes_line import FakeBox, Trouble
 
+pytestmark = pytest.mark.clock
+
 START = (
     "MEDIA_START connection_id:duplexbox channel:WebSocket/duplexbox/0x7f channel_id:17.1 "
     "format:slin optimal_frame_size:320 ptime:20"

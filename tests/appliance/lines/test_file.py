@@ -20,6 +20,8 @@ from appliance.lines.call_report import CallReport
 from appliance.lines.file import UsageError, add_arguments, plan_calls, run_calls
 from tests.fakes_line import PERIOD_NS, RATE_HZ, SAMPLES, FakeBox, Trouble
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).resolve().parents[3]
 LINE = """
 import argparse, sys

@@ -31,6 +31,8 @@ from appliance.lines.local_screen import FLOOR_DB, Screen, View, bar, meter
 from tests.fakes import FakeExecutor, make_bundle
 from tests.local_cards import CARD_HZ, ThreadCard, ThreadSound, tone
 
+pytestmark = pytest.mark.clock
+
 
 def make_box(folder: Path, config: Config) -> Box:
     executor = FakeExecutor(make_bundle(folder / "bundle"), 1, lambda batch: None)

@@ -20,6 +20,8 @@ from tests.appliance.lines.test_web_server import Line
 from tests.appliance.test_box import ROOT
 from tests.fakes_line import FakeBox
 
+pytestmark = pytest.mark.clock
+
 LIMIT_BYTES = 60_000
 
 

@@ -18,7 +18,7 @@ from tests.fakes_line import FakeBox, Trouble
 from tests.sip_asterisk import asterisk
 from tests.sip_peer import now_s, sleep
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.clock]
 
 
 @pytest.mark.parametrize(

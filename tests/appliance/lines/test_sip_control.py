@@ -22,7 +22,7 @@ from tests.fakes_line import FakeBox, Trouble
 from tests.sip_debian import baresip
 from tests.sip_peer import Phone, now_s, sleep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
 
 HOOK = '#!/bin/sh\nread -r line\nprintf "%s\\n" "$line" >>"$0.log"\n'
 

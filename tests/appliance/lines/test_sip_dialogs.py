@@ -15,7 +15,7 @@ from tests.appliance.lines.test_sip import Line, line, speech
 from tests.fakes_line import FakeBox
 from tests.sip_peer import CLOCK, PACKET_S, Phone, Refused, now_s, sleep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
 
 
 DIGITS = 'digits = { "#" = "hang-up", "0" = "sip:desk@127.0.0.1:9" }'

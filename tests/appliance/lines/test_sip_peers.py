@@ -27,7 +27,7 @@ from tests.sip_capture import capture
 from tests.sip_debian import baresip, certificate, kamailio, sipp
 from tests.sip_peer import Network, Phone, Refused, now_s, sleep
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.clock]
 
 
 class HearingBox(FakeBox):

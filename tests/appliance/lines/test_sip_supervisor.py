@@ -12,6 +12,8 @@ from tests.appliance.lines.test_sip import line
 from tests.fakes_line import FakeBox
 from tests.sip_peer import now_s, sleep
 
+pytestmark = pytest.mark.clock
+
 MB = 1 << 20
 
 

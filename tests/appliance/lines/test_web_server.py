@@ -28,7 +28,7 @@ from tests.appliance.test_box import ROOT, Running, socket_path
 from tests.fakes_line import FakeBox
 from tests.web_clients import Heard, PageBuffer, call
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
 SPEECH = ROOT / "appliance" / "demo" / "caller_router.wav"
 RATE_HZ = 24_000
 __all__ = ["socket_path"]  # a fixture
