@@ -68,6 +68,8 @@ def run_bench(args: argparse.Namespace) -> int:
     from engines import bench, bench_peer, bench_plot
 
     batches, fills = batch_list(args.batches), fill_list(args.fill)
+    if args.beside_kernels and args.executor != "tensorrt":
+        raise ValueError("--beside-kernels goes with --executor tensorrt")
     if args.ticks < 1:
         raise ValueError(f"--ticks {args.ticks}: at least 1 tick must run")
     opened = bundle.read(args.bundle, hashes=not args.no_hashes)

@@ -18,7 +18,7 @@ import tensorrt_rtx
 
 from appliance.config import EngineConfig
 from appliance.engine import open_engine
-from engines import bundle, cuda_executor, gpu, plans, tensorrt_prompt, tensorrt_stages
+from engines import bundle, cli, cuda_executor, gpu, plans, tensorrt_prompt, tensorrt_stages
 from engines.bundle import NEXT, Bundle
 from engines.cuda_executor import CudaOptions
 from engines.ort_executor import OrtExecutor
@@ -367,6 +367,25 @@ def test_a_box_that_is_told_to_serves_by_plans_or_says_why_not(
     assert isinstance(engine.executor, TensorrtExecutor)
     assert engine.name == f"{fake_tensorrt.__name__} {fake_tensorrt.__version__}"
     engine.executor.close()
+
+
+def test_the_bench_times_plans_like_any_other_executor(
+    opened: Bundle,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_plans(opened)
+    monkeypatch.setattr(gpu, "copy_rate", lambda: 4e6)
+    words = f"{opened.path} --executor tensorrt --eager --batches 1,2 --ticks 3".split()
+    assert cli.main(["bench", *words]) == 0
+    said = capsys.readouterr().out
+    assert said.count("speak ") == said.count("tick ") == 2
+    name = f"{fake_tensorrt.__name__} {fake_tensorrt.__version__}"
+    assert f"on Fake GPU, {name}, eager, copies at 4.00 TB/s" in said
+    assert cli.main(["bench", *words, "--beside-kernels"]) == 0
+    assert cli.main(["bench", str(opened.path), "--beside-kernels"]) == 1
+    assert "--beside-kernels goes with --executor tensorrt" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_gpu_is_told_so(opened: Bundle) -> None:
