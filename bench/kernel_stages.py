@@ -25,9 +25,10 @@ import numpy as np
 from engines import cuda
 from engines.bundle import ITEMSIZE, StageSpec
 from engines.kernel_stages import COUNTER_BYTES, Bindable, Scratch
-from engines.kernels import depth, gated, linear, nvrtc
+from engines.kernels import depth, gated, linear, linear_choice, nvrtc
 from engines.kernels import lm_reference as ref
-from engines.kernels.linear import Choice, Finish, LinearKernels, Product, Rows, choose, many
+from engines.kernels.linear import LinearKernels, Rows
+from engines.kernels.linear_choice import Choice, Finish, Product, choose, few, many, wide
 from engines.kernels.ring_attention import SOURCE as RING
 from engines.kernels.ring_attention import CacheType, RingKernels, RingShape, ring_params
 from engines.kernels.ring_reference import rope_frequency
@@ -131,23 +132,25 @@ def products(bench: Bench, batches: Sequence[int], names: Sequence[str]) -> list
         nbytes = product.outputs * halves * product.inputs * 2
         for batch in batches:
             ways = {"as chosen": choose(product, batch, is_half=True)}
-            if batch <= linear.FEW:
-                for stages in (4, 8):
-                    way = linear.few(product, batch, stages=stages)
-                    if way.shared_bytes <= linear.H200.whole():
-                        ways[f"{stages} stages"] = way
+            if batch <= linear_choice.FEW:
+                found = [few(product, batch, stages=stages) for stages in (4, 8)]
             else:
-                for height in (64, 128):
-                    for split in BOTH:
-                        way = many(product, batch, height, split)
-                        if way.shared_bytes <= linear.H200.whole():
-                            ways[f"{height} {'split' if split else 'whole'} {way.stages}"] = way
-            found = {way: bench.product(product, batch, choice) for way, choice in ways.items()}
-            text = ", ".join(f"{way} {us:.1f}" for way, us in found.items())
-            rate = nbytes / min(found.values()) / 1e6
+                found = [
+                    many(product, batch, height, split) for height in (64, 128) for split in BOTH
+                ]
+            for split in BOTH if batch > 1 else ():
+                found += [
+                    wide(product, batch, is_split=split, stages=stages) for stages in (3, 4, 6, 8)
+                ]
+            for way in found:
+                if way.shared_bytes <= linear_choice.H200.whole():
+                    ways[f"{way.kernel[7:]} {way.height} / {way.blocks_per_sum} {way.stages}"] = way
+            spent = {way: bench.product(product, batch, choice) for way, choice in ways.items()}
+            text = ", ".join(f"{way} {us:.1f}" for way, us in spent.items())
+            rate = nbytes / min(spent.values()) / 1e6
             print(f"{name:10} {batch:3}: {rate:.2f} TB/s; us: {text}", flush=True)
             rows += [
-                {"product": name, "batch": batch, "way": way, "us": us} for way, us in found.items()
+                {"product": name, "batch": batch, "way": way, "us": us} for way, us in spent.items()
             ]
     return rows
 
@@ -288,9 +291,9 @@ def compile_all(target: str, most: int, folder: Path) -> None:
         for batch in range(1, most + 1)
         for normed in ((False, True) if batch == 1 else (False,))
     ]
-    made = [linear.definitions(1, choice) for choice in (linear.BARE, *choices)]
+    made = [linear_choice.definitions(1, choice) for choice in (linear_choice.BARE, *choices)]
     jobs: list[tuple[Path, dict[str, str | int], str]] = [
-        (linear.SOURCE, one, target) for one in {str(one): one for one in made}.values()
+        (linear_choice.SOURCE, one, target) for one in {str(one): one for one in made}.values()
     ]
     plain = target.rstrip("a")
     jobs += [(source, {"LINEAR_ELEMENT": 1}, plain) for source in (gated.SOURCE, depth.SOURCE)]

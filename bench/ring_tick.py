@@ -15,7 +15,9 @@ demand = memory in full, graph replay = eager run. Then of every attention, on w
 its wires: that it answers each of 64 sessions of mixed ages with the same bits in batches of 1, 7
 and 64. (A whole tick need not: the matrices around it are a library's, which chooses by batch.)
 
-`agree` runs one greedy session through both bundles and compares text logits until the words part.
+`agree` runs greedy sessions through both bundles. A session's text logits are compared for as long
+as all its tokens were the same, heard and said: from there on both listen to something else, and of
+untrained weights, whose logits are nearly even, rounding soon turns one choice of nine.
 `figures` times ticks of sessions whose context is full, stage by stage, and counts graph nodes and
 device memory, which holds one library handle per session graph: 52 in a cut bundle, 4 in a whole.
 The goals beside them are those of a full tick of Moshi 7B on one H200.
@@ -34,11 +36,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench import cuda_bits, random_bundle
-from bench.cuda_bits import Told
 from engines import bench, bundle, cuda
 from engines.bundle import Bundle, StageSpec
 from engines.cuda_executor import CudaExecutor, CudaOptions
@@ -55,6 +58,20 @@ REPEATS = 20
 TIMED_TICKS = 200
 CLOSE = 0.05
 """Of the largest text logit: two orders of summing 32 layers in bfloat16 are apart by less."""
+TOKENS = "lm.tokens"
+"""The region that holds what a session heard and said of late."""
+AGREEING = 32
+"""Greedy sessions that two ways of computing are compared by."""
+AGREE_TICKS = 40
+
+
+class Spoken(NamedTuple):
+    """One tick of some sessions."""
+
+    tokens: NDArray[np.int64]
+    """(B, S, R): all that the next tick may listen to."""
+    logits: NDArray[np.float32]
+    """(B, text card)."""
 
 
 def link(standard: Path, ring: Path) -> int:
@@ -124,24 +141,48 @@ def wire(executor: CudaExecutor, name: str, batch: int = 1) -> bytes:
 def agree(standard: Bundle, ring: Bundle) -> int:
     said = []
     for opened in (standard, ring):
-        executor = CudaExecutor(opened, 1, CudaOptions(batches=(1,)))
-        said.append(cuda_bits.told(executor, 1))
+        executor = CudaExecutor(opened, AGREEING, CudaOptions(batches=(AGREEING,)))
+        said.append(spoken(executor, AGREEING))
         executor.close()
     return apart(*said)
 
 
-def apart(ours: list[Told], others: list[Told]) -> int:
-    """Say how long two runs use the same words, and how far logits are apart until then."""
-    furthest, same = 0.0, 0
+def spoken(executor: CudaExecutor, batch: int) -> list[Spoken]:
+    """`AGREE_TICKS` of greedy sessions, each of which hears other noise."""
+    rng = np.random.default_rng(1)
+    found = []
+    for slot in range(batch):
+        executor.join(slot, {"sampling.temperature": 0.0, "sampling.text_temperature": 0.0})
+    for _ in range(AGREE_TICKS):
+        noise = rng.standard_normal((AGREEING, executor.audio_in.shape[1]))
+        executor.audio_in[:batch] = 0.1 * noise[:batch]
+        executor.step(batch)
+        tokens = np.stack([executor.region(TOKENS, slot) for slot in range(batch)])
+        logits = np.frombuffer(wire(executor, "text_logits", batch), np.float32)
+        found.append(Spoken(tokens, logits.reshape(batch, -1)))
+    return found
+
+
+def apart(ours: list[Spoken], others: list[Spoken]) -> int:
+    """Say how far logits with the same past are apart, and how long pasts stay the same."""
+    sessions = len(ours[0].tokens)
+    alike = np.ones(sessions, bool)
+    lasted = np.zeros(sessions, int)
+    furthest, squares, size = 0.0, 0.0, 0.0
     for mine, theirs in zip(ours, others, strict=True):
-        distance = float(np.abs(mine[1] - theirs[1]).max() / np.abs(theirs[1]).max())
-        furthest = max(furthest, distance)
-        if mine[0] != theirs[0]:
+        if not alike.any():
             break
-        same += 1
+        distance = np.abs(mine.logits[alike] - theirs.logits[alike])
+        furthest = max(furthest, float(distance.max() / np.abs(theirs.logits[alike]).max()))
+        squares += float(np.square(distance, dtype=np.float64).sum())
+        size += float(np.square(theirs.logits[alike], dtype=np.float64).sum())
+        lasted += alike
+        alike = alike & (mine.tokens == theirs.tokens).all((1, 2))
+    share = float(np.sqrt(squares / size))
     print(
-        f"same words for {same} of {len(ours)} ticks; text logits at most {furthest:.2%} of the "
-        f"largest apart until then (allowed {CLOSE:.0%})"
+        f"{sessions} greedy sessions, {lasted.sum()} ticks of {sessions * len(ours)} with the same "
+        f"past ({lasted.min()} to {lasted.max()} each): text logits {share:.2%} of their size "
+        f"apart (root of squares), at most {furthest:.2%} of the largest (allowed {CLOSE:.0%})"
     )
     return int(not furthest <= CLOSE)  # a NaN is not
 
@@ -192,27 +233,29 @@ def report(ring: Bundle, fill: int, batches: Sequence[int], ticks: int) -> dict[
     few = range(1, len(cuda_bits.JOINS) + 1)
     slots = max(*batches, *BATCHES)
     began = time.perf_counter()  # noqa: TID251  (a measurement)
-    executor = CudaExecutor(ring, slots, CudaOptions(batches=sorted({*few, *batches, *BATCHES})))
+    executor = CudaExecutor(
+        ring, slots, CudaOptions(batches=sorted({*few, *batches, *BATCHES, AGREEING}))
+    )
     loaded_s = time.perf_counter() - began  # noqa: TID251
     print(f"{slots} slots loaded in {loaded_s:.1f} s, {executor.memory()}", flush=True)
+    memory = minute_old(executor)  # first, as sessions age while pages go back
     rows = timed(executor, "kernels", fill, batches, ticks)
     rows += timed(executor, "kernels", YOUNG, batches[:1], ticks)
     first, again = cuda_bits.heard(executor), cuda_bits.heard(executor)
     eager = cuda_bits.eagerly(executor)
-    ours = cuda_bits.told(executor, 1)
+    ours = [spoken(executor, batch) for batch in (1, AGREEING)]
     odd = odd_attentions(executor)
-    memory = minute_old(executor)
     counts = asdict(executor.arena.counts)
     executor.close()
     in_full = cuda_bits.once(ring, CudaOptions(batches=few, on_demand=False))
     parted = cuda_bits.compared(first, again, eager, in_full)
     few_batches = [batch for batch in batches if batch in GOAL_MS]
-    options = CudaOptions(batches=sorted({1, *few_batches}), kernel_stages=False)
-    plain = CudaExecutor(ring, max(1, *few_batches), options)
-    others = cuda_bits.told(plain, 1)
+    options = CudaOptions(batches=sorted({1, AGREEING, *few_batches}), kernel_stages=False)
+    plain = CudaExecutor(ring, max(AGREEING, *few_batches), options)
+    others = [spoken(plain, batch) for batch in (1, AGREEING)]
     rows += timed(plain, "graphs", fill, few_batches, ticks)
     plain.close()
-    far = apart(ours, others)
+    far = sum(apart(mine, theirs) for mine, theirs in zip(ours, others, strict=True))
     return {
         "faults": {"bits": parted, "attentions": odd, "logits": far},
         "loaded_s": loaded_s,

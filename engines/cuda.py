@@ -332,3 +332,29 @@ def close_all(things: Sequence[Any]) -> None:
     """Close in reverse order of opening."""
     for thing in reversed(things):
         thing.close()
+
+
+def matrix_map(
+    pointer: DevicePtr, shape: tuple[int, int], row_bytes: int, box: tuple[int, int]
+) -> ctypes.Array[ctypes.c_uint64]:
+    """A ``CUtensorMap``: how a kernel copies boxes of a matrix of 16-bit elements, sm_90 and later.
+
+    shape, box: (rows, columns). Box rows of 128 bytes come with their pieces of 16 swapped, as
+    ``CU_TENSOR_MAP_SWIZZLE_128B`` says; what lies outside of the matrix comes as zeros.
+    """
+    large, small = _driver.cuuint64_t, _driver.cuuint32_t
+    made = call(
+        "cuTensorMapEncodeTiled",
+        _driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        2,
+        int(pointer),
+        [large(shape[1]), large(shape[0])],
+        [large(row_bytes)],
+        [small(box[1]), small(box[0])],
+        [small(1), small(1)],
+        _driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        _driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        _driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        _driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(int(made.getPtr()), 128))

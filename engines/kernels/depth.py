@@ -19,17 +19,19 @@ from engines.kernel_stages import Bindable, Kind
 from engines.kernels import nvrtc
 from engines.kernels.gated import Areas, dtype_of, run_all
 from engines.kernels.linear import (
+    Launch,
+    LinearKernels,
+    Norm,
+    Rows,
+    jobs,
+    launch_of,
+)
+from engines.kernels.linear_choice import (
     ELEMENTS,
     THREADS,
     WARPS,
     Finish,
-    Launch,
-    LinearKernels,
-    Norm,
     Product,
-    Rows,
-    jobs,
-    launch_of,
     partials_bytes,
 )
 from engines.kernels.lm_kinds import MOST_STREAMS

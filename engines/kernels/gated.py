@@ -21,16 +21,18 @@ from engines.cuda import Device, DevicePtr, LaunchShape, Module, Stream
 from engines.kernel_stages import Bindable, Kind
 from engines.kernels import nvrtc
 from engines.kernels.linear import (
-    ELEMENTS,
-    THREADS,
-    Finish,
     Launch,
     LinearKernels,
     Norm,
-    Product,
     Rows,
     jobs,
     launch_of,
+)
+from engines.kernels.linear_choice import (
+    ELEMENTS,
+    THREADS,
+    Finish,
+    Product,
     partials_bytes,
 )
 from engines.kernels.lm_kinds import MOST_STREAMS

@@ -280,6 +280,8 @@ __device__ __forceinline__ void store_shared(u32 at, const uint4& x) {
 
 #if LINEAR_TILES == 0
 #include "linear_few.cuh"
+#elif LINEAR_WIDE
+#include "linear_wide.cuh"
 #else
 #include "linear_many.cuh"
 #endif

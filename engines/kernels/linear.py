@@ -1,85 +1,48 @@
-"""Products of few rows with large weights, and the norm in front of them: plan and launches.
-
-    y[b, o] = finish(sum of w[o, i] * x[b, i])       W (O, I) as in the file, B = 1, 2, 3, ...
+"""Products of few rows with large weights, and the norm in front of them: memory and launches.
 
 At a handful of sessions a product is as slow as its weights are long, so nothing else may cost
 much: norms and gates are folded in, and the next product's weights are already under way when
-this one ends. `choose` says which kernel of `linear.cu` serves which batch, by what was measured
-(LOG.md); a session's bits are the same under all of them, whatever its batch and neighbours.
+this one ends.
 
-Finishes: STORE rounds to the element; ADD then adds a row and rounds again; GATE takes a matrix
-of twice the outputs and gives silu(first half) * second half; FLOAT rounds and stores float32.
-
-Not here: memory, what the products are for (`gated`, `depth`), the reference (`linear_reference`).
+Not here: which kernel serves which batch (`linear_choice`), what the products are for (`gated`,
+`depth`), the reference (`lm_reference`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from engines import cuda
 from engines.bundle import Dtype
 from engines.cuda import Device, DevicePtr, Function, LaunchShape, Module, Stream
 from engines.kernels import nvrtc
+from engines.kernels.linear_choice import (
+    BARE,
+    ELEMENTS,
+    MOST,
+    SOURCE,
+    STEP,
+    THREADS,
+    Choice,
+    Finish,
+    Product,
+    Room,
+    choose,
+    definitions,
+    few,
+    sessions_of,
+    target_of,
+)
 from engines.kernels.nvrtc import Job
 
-SOURCE = Path(__file__).with_name("linear.cu")
-ELEMENTS: dict[Dtype, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""`LINEAR_ELEMENT` of linear_types.cuh."""
-THREADS = 256
-WARPS = 8
-STEP = 64
-"""Inputs that a stage holds."""
-FEW = 8
-"""Sessions that `linear_few` serves."""
-TILES = (2, 4, 6, 8, 10, 12, 16, 20)
-"""Tiles of 8 sessions that `linear_many` is compiled for."""
-MOST = 8 * TILES[-1]
-"""Sessions of one launch; more run in groups."""
-PLAIN_GROUP = 4
-CLUSTER_WEIGHTS = 1 << 23
-"""Up to so many weights, 1024 -> 1024 took 5.9 us at 64 sessions and not 10.2; 4096 -> 4096, which
-has more, took 20.4 and not 18.8 (LOG.md)."""
-STAGES = (3, 4, 5, 6, 8, 12)
-"""Stages under way that kernels are compiled for."""
 PLAIN_SHARED_BYTES = 42 << 10
 """Of a block that needs no asking, beside what it takes in any case."""
-SWIZZLE_BYTES = 1 << 10
-"""What the stages of `linear_many` are aligned to."""
-STATIC_BYTES = 3 << 9
-"""Shared memory that a block takes beside its stages, rounded up."""
 OVERLAPS = True
 """Whether launches start before the one in front has ended; False to measure what that gains."""
-
-
-class Finish(enum.IntEnum):
-    """What becomes of a sum; `FINISH_*` in linear.cu."""
-
-    STORE = 0
-    ADD = 1
-    GATE = 2
-    FLOAT = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """One matrix and what follows it. outputs: of a gate, of one half."""
-
-    outputs: int
-    inputs: int
-    finish: Finish = Finish.STORE
-
-    @property
-    def slices(self) -> int:
-        """Parts of the sum, 0 if only `linear_plain` can do it. Part of what bits depend on."""
-        for slices in (4, 2, 1):
-            if self.inputs % (slices * STEP) == 0:
-                return slices
-        return 0
 
 
 class Rows(NamedTuple):
@@ -87,140 +50,6 @@ class Rows(NamedTuple):
 
     address: int
     stride: int
-
-
-class Room(NamedTuple):
-    """What a device has; the default is an H200's."""
-
-    multiprocessors: int = 132
-    shared_bytes: int = 228 << 10
-    """Of a multiprocessor."""
-    block_bytes: int = 227 << 10
-
-    def half(self) -> int:
-        """Bytes for the stages of each of two blocks on a multiprocessor."""
-        return min(self.block_bytes, self.shared_bytes // 2) - STATIC_BYTES
-
-    def whole(self) -> int:
-        return self.block_bytes - STATIC_BYTES
-
-
-H200 = Room()
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How a product of one batch is launched."""
-
-    kernel: str
-    blocks: tuple[int, int, int]
-    shared_bytes: int = 0
-    tiles: int = 0
-    """Of 8 sessions; 0: `linear_many` is not meant."""
-    height: int = 0
-    """Rows of a block of `linear_many`: 64, 128 or 256."""
-    stages: int = STAGES[0]
-    blocks_per_sum: int = 1
-    is_cluster: bool = False
-    """Blocks of one sum meet in a cluster, where the target has clusters, not in memory."""
-    threads: int = THREADS
-
-
-BARE = Choice("norm_rows", (1, 1, 1), stages=4)
-"""Any with no tiles: its module has the norm."""
-
-
-def choose(
-    product: Product, batch: int, *, is_half: bool, normed: bool = False, room: Room = H200
-) -> Choice:
-    """The fastest way known. batch: up to `MOST`.
-
-    is_half: elements of 16 bits; normed: the norm of one session is folded in.
-    """
-    if not is_half or not product.slices:
-        assert not normed, product
-        groups = -(-batch // PLAIN_GROUP)
-        return Choice("linear_plain", (-(-product.outputs // WARPS), groups, 1), stages=4)
-    if batch <= FEW:
-        return few(product, batch, normed=normed, room=room)
-    stripes = product.outputs * (2 if product.finish is Finish.GATE else 1) / 64
-    # Whole sums where there are blocks enough; where sums are short, half as many are enough.
-    is_split = stripes < (32 if product.inputs <= 16 * STEP else 96)
-    # More sessions make rows of x dear, and tall blocks read them less often.
-    if batch > 64 and stripes >= 64:
-        tall = many(product, batch, 128, is_split, room=room)
-        if tall.shared_bytes <= room.block_bytes:
-            return tall
-    return many(product, batch, 64, is_split, room=room)
-
-
-def few(
-    product: Product,
-    batch: int,
-    *,
-    normed: bool = False,
-    stages: int | None = None,
-    room: Room = H200,
-) -> Choice:
-    """`linear_few_*`. stages: as many as fit, with two blocks on a multiprocessor if need be."""
-    stripe = 16 * WARPS // product.slices // (2 if product.finish is Finish.GATE else 1)
-    blocks = -(-product.outputs // stripe)
-    normed_bytes = -(-product.inputs * 2 // 128) * 128 if normed else 0
-    stage_bytes = WARPS * (16 + (0 if normed else batch)) * 2 * STEP
-    most = room.whole() if blocks <= room.multiprocessors else room.half()
-    fit = stages or min(
-        8 if blocks <= room.multiprocessors else 4,
-        _fitting((most - normed_bytes) // stage_bytes),
-    )
-    kernel = "linear_few_normed" if normed else "linear_few_rows"
-    return Choice(kernel, (blocks, 1, 1), normed_bytes + fit * stage_bytes, stages=fit)
-
-
-def many(
-    product: Product,
-    batch: int,
-    height: int,
-    is_split: bool,
-    *,
-    stages: int | None = None,
-    room: Room = H200,
-) -> Choice:
-    """`linear_many` of 64, 128 or 256 rows a block; split: a block has one part of their sums."""
-    tiles = next(tiles for tiles in TILES if 8 * tiles >= batch)
-    stripe = height // (2 if product.finish is Finish.GATE else 1)
-    per_sum = product.slices if is_split else 1
-    blocks = -(-product.outputs // stripe) * per_sum
-    stage_bytes = (height + 8 * tiles) * 2 * STEP
-    is_alone = blocks <= room.multiprocessors or tiles > 8
-    fit = stages or _fitting((room.whole() if is_alone else room.half()) // stage_bytes)
-    out_bytes = 8 * tiles * (height + 4) * 4
-    shared = max(fit * stage_bytes, out_bytes) + SWIZZLE_BYTES
-    # Clusters start together, which costs more than it saves where there is much to read.
-    is_cluster = per_sum > 1 and product.outputs * product.inputs <= CLUSTER_WEIGHTS
-    return Choice(
-        "linear_many",
-        (blocks, 1, 1),
-        shared,
-        tiles,
-        height,
-        fit,
-        per_sum,
-        is_cluster,
-        2 * height,
-    )
-
-
-def _fitting(most: int) -> int:
-    return max([stages for stages in STAGES if stages <= most], default=STAGES[0])
-
-
-def partials_bytes(product: Product, batch: int) -> int:
-    """Scratch that any choice for up to ``batch`` sessions stays within."""
-    if not product.slices or batch <= FEW:
-        return 0
-    rows = product.outputs * (2 if product.finish is Finish.GATE else 1)
-    tiles = next(tiles for tiles in TILES if 8 * tiles >= min(batch, MOST))
-    return (-(-rows // 128) + 1) * 128 * 8 * tiles * 4 * product.slices
 
 
 def jobs(products: Iterable[Product], slots: int, dtype: Dtype, device: Device) -> list[Job]:
@@ -242,6 +71,7 @@ def room_of(device: Device) -> Room:
         device.attribute("MULTIPROCESSOR_COUNT"),
         device.attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
         device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        has_wgmma=device.compute_capability == (9, 0),
     )
 
 
@@ -256,6 +86,18 @@ class LinearParams(ctypes.Structure):
         ],
         ("eps", ctypes.c_float),
         ("reserved", ctypes.c_uint32),
+    ]
+
+
+class WideParams(ctypes.Structure):
+    """Twin of ``WideParams`` in linear_wide.cuh."""
+
+    _fields_ = [
+        ("w", ctypes.c_uint64 * 16),
+        ("x", ctypes.c_uint64 * 16),
+        ("product", LinearParams),
+        *[(name, ctypes.c_uint32) for name in "stages x_bytes lead unused".split()],
+        ("reserved", ctypes.c_uint64 * 2),
     ]
 
 
@@ -344,8 +186,28 @@ class LinearKernels:
                 eps=norm.eps if norm else 0,
             )
             shape = LaunchShape(chosen.blocks, (chosen.threads, 1, 1), chosen.shared_bytes)
-            launches.append(launch_of(function, shape, params, stream))
+            asked = self._mapped(params, chosen) if chosen.kernel == "linear_wide" else params
+            launches.append(launch_of(function, shape, asked, stream))
         return launches
+
+    def _mapped(self, params: LinearParams, choice: Choice) -> WideParams:
+        """With the boxes that a block of ``choice`` copies."""
+        halves = 2 if params.finish == Finish.GATE else 1
+        assert (params.y_stride | params.add_stride) % 2 == 0, "outputs go in pairs"
+        w = cuda.matrix_map(
+            DevicePtr(params.w),
+            (params.outputs * halves, params.inputs),
+            params.inputs * 2,
+            (choice.height // halves, STEP),
+        )
+        x = cuda.matrix_map(
+            DevicePtr(params.x),
+            (params.batch, params.inputs),
+            params.x_stride * 2,
+            (sessions_of(params.batch), STEP),
+        )
+        x_bytes = sessions_of(params.batch) * STEP * 2
+        return WideParams(w, x, params, choice.stages, x_bytes, choice.lead)
 
     def norm(
         self, norm: Norm, batch: int, features: int, x: Rows, y: Rows, stream: Stream
@@ -383,24 +245,6 @@ class LinearKernels:
             function.allow_shared(choice.shared_bytes)
         self._functions[key] = function, max(allowed, choice.shared_bytes)
         return function
-
-
-def target_of(capability: tuple[int, int]) -> str:
-    """What linear.cu is compiled for. "a": with wgmma, which no later device has."""
-    major, minor = capability
-    return "sm_90a" if capability == (9, 0) else f"sm_{major}{minor}"
-
-
-def definitions(element: int, choice: Choice) -> dict[str, str | int]:
-    """Macros that linear.cu is compiled with."""
-    return {
-        "LINEAR_ELEMENT": element,
-        "LINEAR_TILES": choice.tiles,
-        "LINEAR_HEIGHT": choice.height,
-        "LINEAR_STAGES": choice.stages,
-        "LINEAR_PARTS": choice.blocks_per_sum,
-        "LINEAR_CLUSTER": int(choice.is_cluster),
-    }
 
 
 def launch_of(

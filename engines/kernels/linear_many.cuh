@@ -1,7 +1,7 @@
-// Products of 9 to 160 sessions: weights and rows through shared memory. Included by linear.cu.
+// Products of 9 to 160 sessions, weights and rows through shared memory. Included by linear.cu.
 //
 // A block has 64 or more rows of weights and every session, so that rows of x are read as seldom as
-// may be. What sums a stage is wgmma where there is (`linear_hopper.cuh`), else mma.
+// may be. Hopper has `linear_wide` instead.
 
 constexpr int TILES = LINEAR_TILES;  // of 8 sessions each
 constexpr int SESSIONS = 8 * TILES;
@@ -9,33 +9,13 @@ constexpr int ROWS = LINEAR_HEIGHT;
 constexpr int STAGES = LINEAR_STAGES;
 constexpr u32 STAGE_BYTES = (ROWS + SESSIONS) * 128;  // rows of weights, then sessions of x
 constexpr int WIDTH = 2 * ROWS;                       // threads: four warps for 64 rows
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool HAS_WGMMA = true;
-#else
-constexpr bool HAS_WGMMA = false;
-#endif
+constexpr int PARTS = LINEAR_PARTS;                   // blocks that have a part each of one sum
 
-// Sums of one warp. With wgmma four warps have 64 rows and all sessions, 16 rows each, and two
-// steps are under way; else two by two warps have 32 rows and half of the sessions each.
-constexpr int MT = HAS_WGMMA ? 1 : 2, NT = HAS_WGMMA ? TILES : TILES / 2;
-constexpr int LAG = HAS_WGMMA ? 2 : 1;  // steps until a stage is free again
-
-#include "linear_hopper.cuh"
+// Sums of one warp: two by two warps have 32 rows and half of the sessions each.
+constexpr int MT = 2, NT = TILES / 2;
 
 // The 64 inputs of one stage. `more`: sums go on.
 __device__ __forceinline__ void sum_stage(float (&sum)[MT][NT][4], u32 from, u32 more) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int CALLS = NT * 4 <= 40 ? 1 : 2, COUNT = NT * 4 / CALLS;
-    u32 a = from + threadIdx.x / 128 * 64 * 128, b = from + ROWS * 128;
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (u32 k = 0; k < 4; k++)
-#pragma unroll
-        for (int call = 0; call < CALLS; call++)
-            multiply<COUNT>(&sum[0][0][0] + call * COUNT, matrix_at(a + k * 32),
-                            matrix_at(b + call * COUNT * 2 * 128 + k * 32), k ? 1 : more);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#else
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     u32 row = warp / 2 * 32 + lane % 16, session = ROWS + warp % 2 * (NT * 8) + lane % 8;
     if (!more)
@@ -67,30 +47,16 @@ __device__ __forceinline__ void sum_stage(float (&sum)[MT][NT][4], u32 from, u32
             for (int m = 0; m < MT; m++)
                 mma(sum[m][n], b[m].x, b[m].y, b[m].z, b[m].w, rows[n].z, rows[n].w);
     }
-#endif
-}
-
-// Sums of all but the last LEFT stages are there.
-template <int LEFT>
-__device__ __forceinline__ void wait_sums(float (&sum)[MT][NT][4]) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-    if (LEFT == 0)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) asm volatile("" : "+f"(sum[0][n][i])::"memory");
-#endif
 }
 
 // grid (blocks of ROWS outputs (GATE: ROWS / 2) * PARTS).
-extern "C" __global__ void CLUSTER __launch_bounds__(WIDTH) linear_many(LinearParams p) {
+extern "C" __global__ void __launch_bounds__(WIDTH) linear_many(LinearParams p) {
     constexpr u32 COPIED = WIDTH / 8;  // rows that one round of copies covers
     constexpr int W_COPIES = ROWS / COPIED, X_COPIES = (SESSIONS + COPIED - 1) / COPIED;
-    extern __shared__ __align__(1024) u8 shared[];
+    extern __shared__ __align__(128) u8 shared[];
     __shared__ u32 arrived;
     let_others_start();
-    u32 base = ((u32)__cvta_generic_to_shared(shared) + 1023) / 1024 * 1024;
+    u32 base = (u32)__cvta_generic_to_shared(shared);
     u32 end = base + STAGES * STAGE_BYTES;
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
     bool is_gate = p.finish == FINISH_GATE;
@@ -134,36 +100,30 @@ extern "C" __global__ void CLUSTER __launch_bounds__(WIDTH) linear_many(LinearPa
         }
     };
 
-    for (u32 s = 0; s < STAGES - LAG; s++)
+    for (u32 s = 0; s < STAGES - 1; s++)
         if (s < steps) copy_weights(base + s * STAGE_BYTES);
     wait_for_others();
-    for (u32 s = 0; s < STAGES - LAG; s++) {
+    for (u32 s = 0; s < STAGES - 1; s++) {
         if (s < steps) copy_rows(base + s * STAGE_BYTES);
         commit_copies();
     }
 
     float total[MT][NT][4], sum[MT][NT][4];
-    u32 into = base + (STAGES - LAG) * STAGE_BYTES, from = base;
+    u32 into = base + (STAGES - 1) * STAGE_BYTES, from = base;
     u32 step = 0;
     for (u32 own = 0; own < own_slices; own++) {
         for (u32 done = 0; done < slice_steps; done++, step++) {
-            wait_copies<STAGES - LAG - 1>();
-            if (HAS_WGMMA) {
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                wait_sums<LAG - 1>(sum);
-            }
+            wait_copies<STAGES - 2>();
             __syncthreads();
-            if (HAS_WGMMA) sum_stage(sum, from, done);
-            if (step + STAGES - LAG < steps) {
+            if (step + STAGES - 1 < steps) {
                 copy_weights(into);
                 copy_rows(into);
             }
             commit_copies();
-            if (!HAS_WGMMA) sum_stage(sum, from, done);
+            sum_stage(sum, from, done);
             into = into + STAGE_BYTES == end ? base : into + STAGE_BYTES;
             from = from + STAGE_BYTES == end ? base : from + STAGE_BYTES;
         }
-        wait_sums<0>(sum);
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -173,7 +133,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(WIDTH) linear_many(LinearPa
                     total[m][n][i] = own ? total[m][n][i] + sum[m][n][i] : sum[m][n][i];
     }
 
-    if (PARTS > 1 && !IS_CLUSTER) {
+    if (PARTS > 1) {
         constexpr int HELD = MT * NT;
         float4* partials = (float4*)p.partials + (u64)stripe_index * p.slices * HELD * WIDTH;
         u32* arrivals = (u32*)p.arrivals + stripe_index;
@@ -212,8 +172,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(WIDTH) linear_many(LinearPa
 
     // Sums cross shared memory so that a session's outputs are written side by side.
     constexpr u32 PITCH = ROWS + 4;
-    u32 m0 = HAS_WGMMA ? warp * 16 : warp / 2 * 32, n0 = HAS_WGMMA ? 0 : warp % 2 * (NT * 8);
-    float* out = (float*)(shared + (base - (u32)__cvta_generic_to_shared(shared)));
+    u32 m0 = warp / 2 * 32, n0 = warp % 2 * (NT * 8);
+    float* out = (float*)shared;
     wait_copies<0>();
     __syncthreads();
 #pragma unroll
@@ -225,40 +185,22 @@ extern "C" __global__ void CLUSTER __launch_bounds__(WIDTH) linear_many(LinearPa
                 out[(n0 + n * 8 + 2 * t + i % 2) * PITCH + m0 + m * 16 + g + i / 2 * 8] =
                     total[m][n][i];
     __syncthreads();
-    constexpr int ROUND = IS_CLUSTER ? 8 : 16;  // outputs for which all is read at once
-    constexpr u32 APART = IS_CLUSTER ? PARTS * WIDTH : WIDTH;
-    u32 count = stripe * p.batch, out_at = base;
-    if (IS_CLUSTER) meet_cluster();
-    // Of a cluster every block finishes a share of the outputs.
-    u32 start = (IS_CLUSTER ? part * WIDTH : 0) + threadIdx.x;
-    for (u32 first = start; first < count; first += ROUND * APART) {
+    constexpr int ROUND = 16;  // outputs for which all is read at once
+    u32 count = stripe * p.batch;
+    for (u32 first = threadIdx.x; first < count; first += ROUND * WIDTH) {
         float sums[ROUND], values[ROUND];
 #pragma unroll
         for (int k = 0; k < ROUND; k++) {
-            u32 i = first + k * APART, r = i & (stripe - 1), b = i >> stripe_bits, o = row0 + r;
+            u32 i = first + k * WIDTH, r = i & (stripe - 1), b = i >> stripe_bits, o = row0 + r;
             if (i >= count || o >= p.outputs) continue;
             u32 at = b * PITCH + r;
-            values[k] = added(p, b, o);
-            if (IS_CLUSTER) {
-#pragma unroll
-                for (int rank = 0; rank < PARTS; rank++) {
-                    float more = load_other(out_at + at * 4, rank);
-                    sums[k] = rank ? sums[k] + more : more;
-                    if (is_gate) {
-                        more = load_other(out_at + (at + stripe) * 4, rank);
-                        values[k] = rank ? values[k] + more : more;
-                    }
-                }
-            } else {
-                sums[k] = out[at];
-                if (is_gate) values[k] = out[at + stripe];
-            }
+            sums[k] = out[at];
+            values[k] = is_gate ? out[at + stripe] : added(p, b, o);
         }
 #pragma unroll
         for (int k = 0; k < ROUND; k++) {
-            u32 i = first + k * APART, r = i & (stripe - 1), b = i >> stripe_bits, o = row0 + r;
+            u32 i = first + k * WIDTH, r = i & (stripe - 1), b = i >> stripe_bits, o = row0 + r;
             if (i < count && o < p.outputs) finish(p, b, o, sums[k], values[k]);
         }
     }
-    if (IS_CLUSTER) meet_cluster();  // nobody's memory goes before all have read it
 }

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.bundle import Dtype
-from engines.kernels.linear import Finish
+from engines.kernels.linear_choice import Finish
 from engines.kernels.ring_reference import bf16_bits, bf16_values
 
 Array = NDArray[Any]

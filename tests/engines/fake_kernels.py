@@ -17,7 +17,7 @@ from engines.bundle import ITEMSIZE, Dtype, StageSpec, TensorSpec
 from engines.kernel_stages import Bindable, Kind
 from engines.kernels import depth, gated
 from engines.kernels import lm_reference as ref
-from engines.kernels.linear import Finish
+from engines.kernels.linear_choice import Finish
 from engines.program import Bound
 from engines.tensor_file import STORED
 from tests.engines.fake_driver import bytes_at

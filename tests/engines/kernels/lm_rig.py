@@ -14,7 +14,8 @@ from engines.bundle import Dtype, KernelSpec, StageSpec, TensorSpec, WeightSpec
 from engines.kernel_stages import COUNTER_BYTES, Bindable, Family, Kind, Scratch
 from engines.kernels import lm_kinds
 from engines.kernels import lm_reference as ref
-from engines.kernels.linear import Choice, Finish, LinearKernels, Norm, Product, Rows
+from engines.kernels.linear import LinearKernels, Norm, Rows
+from engines.kernels.linear_choice import Choice, Finish, Product
 from engines.program import Bound, Buffer, Step
 
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ import pytest
 from engines.bundle import Dtype, StageSpec, TensorSpec
 from engines.kernels import depth, gated
 from engines.kernels import lm_reference as ref
-from engines.kernels.linear import FEW, TILES, Finish, Product, few, many
+from engines.kernels.linear_choice import CLUSTER, FEW, TILES, Finish, Product, few, many, wide
 from tests.engines.kernels.lm_rig import (
     Array,
     LmRig,
@@ -104,6 +104,9 @@ def test_every_way_to_launch_gives_the_same_bits(
         ways = [many(product, batch, h, split) for h in (64, 128) for split in (False, True)]
         if batch <= FEW:
             ways += [few(product, batch, stages=stages) for stages in (3, 6)]
+        if rig.device.compute_capability == (9, 0):
+            for is_split in (False, True)[: 1 + (product.slices == CLUSTER)]:
+                ways += [wide(product, batch, is_split=is_split, stages=s) for s in (None, 3)]
         for choice in ways:
             found = rig.product(dtype, product, x, w, add=add, choice=choice)
             assert same(found, first), astuple(choice)

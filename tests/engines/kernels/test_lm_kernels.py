@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.kernels import depth, gated, linear, nvrtc
+from engines.kernels import depth, gated, linear, linear_choice, nvrtc
 from engines.kernels import lm_reference as ref
-from engines.kernels.linear import (
+from engines.kernels.linear_choice import (
     FEW,
+    GROUP,
     H200,
     MOST,
     TILES,
@@ -25,7 +26,9 @@ from engines.kernels.linear import (
     few,
     many,
     partials_bytes,
+    sessions_of,
     target_of,
+    wide,
 )
 from tests.engines.kernels.lm_rig import depth_stage
 
@@ -44,7 +47,7 @@ PRODUCTS = (
     Product(1024, 2816, Finish.ADD),
     Product(1000, 192),
 )
-SMALL = Room(multiprocessors=84, shared_bytes=100 << 10, block_bytes=99 << 10)
+SMALL = Room(84, shared_bytes=100 << 10, block_bytes=99 << 10, has_wgmma=False)
 """An RTX 30 or 40."""
 
 
@@ -56,11 +59,38 @@ def test_every_batch_has_a_launch_that_covers_all_outputs(product: Product, room
         choice = choose(product, batch, is_half=True, room=room)
         assert choice.shared_bytes <= room.block_bytes, (batch, choice)
         if batch <= FEW:
-            rows = 16 * linear.WARPS // product.slices
+            rows = 16 * linear_choice.WARPS // product.slices
         else:
-            assert 8 * choice.tiles >= batch
+            assert choice.tiles * (GROUP if room.has_wgmma else 8) >= batch
             rows = choice.height
         assert choice.blocks[0] * rows // choice.blocks_per_sum >= product.outputs * halves
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("product", PRODUCTS[:7], ids=str)
+def test_a_wide_block_has_room_for_all_it_reads_and_writes(
+    product: Product, is_split: bool
+) -> None:
+    for batch in range(1, MOST + 1):
+        choice = wide(product, batch, is_split=is_split)
+        stage_bytes = (sessions_of(batch) + choice.height) * 128
+        room = choice.shared_bytes - linear_choice.SWIZZLE_BYTES
+        assert choice.shared_bytes <= H200.block_bytes - linear_choice.STATIC_BYTES
+        assert 2 <= choice.stages <= linear_choice.MOST_STAGES
+        assert room >= choice.stages * stage_bytes
+        assert room >= (choice.stages - 1) * stage_bytes + choice.tiles * GROUP * 128
+        assert room >= is_split * choice.height * choice.tiles * GROUP * 4
+        assert choice.height % 16 == 0
+        assert choice.height <= 176, "what wgmma multiplies at once"
+        assert choice.blocks[0] % choice.blocks_per_sum == 0
+
+
+def test_a_choice_of_many_sessions_uses_every_multiprocessor() -> None:
+    """But for what a share that is a multiple of 16 rows rounds off, and clusters of four."""
+    for product in PRODUCTS[:4]:
+        choice = choose(product, 64, is_half=True)
+        assert choice.kernel == "linear_wide"
+        assert 128 <= choice.blocks[0] <= 132, product
 
 
 def test_what_float32_or_an_odd_length_needs_is_the_plain_kernel() -> None:
@@ -103,7 +133,7 @@ C_TYPES["int"] = ctypes.c_int
 def test_a_kernels_argument_is_laid_out_as_its_source_says(
     file: str, twin: type[ctypes.Structure]
 ) -> None:
-    source = linear.SOURCE.with_name(file).read_text()
+    source = linear_choice.SOURCE.with_name(file).read_text()
     body = re.search(rf"struct {twin.__name__} \{{(.*?)\n\}};", source, re.DOTALL)
     assert body, file
     said = re.findall(r"^\s+(u64|u32|int|float) (\w+)(?:\[MOST_STREAMS\])?;", body[1], re.MULTILINE)
@@ -114,6 +144,16 @@ def test_a_kernels_argument_is_laid_out_as_its_source_says(
         assert element is C_TYPES[c_type], name
 
 
+def test_maps_and_numbers_of_a_wide_product_lie_where_its_source_has_them() -> None:
+    source = linear_choice.SOURCE.with_name("linear_wide.cuh").read_text()
+    assert f"sizeof(WideParams) == {ctypes.sizeof(linear.WideParams)}," in source
+    body = re.search(r"struct WideParams \{(.*?)\n\};", source, re.DOTALL)
+    assert body
+    said = re.findall(r"^    \w+ (\w+)(?:\[2\])?;", body[1], re.MULTILINE)
+    assert said == [field[0] for field in linear.WideParams._fields_]
+    assert linear.WideParams.product.offset == 2 * 128
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
@@ -122,11 +162,15 @@ def test_the_kernels_compile_for_every_target(target: str) -> None:
     choices = [few(product, 1, stages=4)]
     if target in ("sm_80", "sm_90a", "sm_120"):
         choices.append(many(product, 16, 64, is_split=True, stages=4))
+    if target == "sm_90a":
+        choices += [wide(product, 9, is_split=split) for split in (False, True)]
     for choice in choices:
-        compiled = nvrtc.compile_source(linear.SOURCE, linear.definitions(1, choice), target)
+        compiled = nvrtc.compile_source(
+            linear_choice.SOURCE, linear_choice.definitions(1, choice), target
+        )
         assert "warning" not in compiled.log, compiled.log
         assert choice.kernel.encode() in compiled.ptx
-        assert (b"wgmma" in compiled.ptx) == (target == "sm_90a" and choice.tiles > 0)
+        assert (b"wgmma" in compiled.ptx) == (choice.kernel == "linear_wide")
     if target == "sm_80":
         for source in (gated.SOURCE, depth.SOURCE):
             nvrtc.compile_source(source, {"LINEAR_ELEMENT": 0}, target)
@@ -144,10 +188,12 @@ def test_definitions_tell_choices_apart() -> None:
         for height in (64, 128):
             for is_split in (False, True):
                 choice = many(PRODUCTS[0], 8 * tiles, height, is_split)
-                seen.add(str(linear.definitions(1, choice)))
+                seen.add(str(linear_choice.definitions(1, choice)))
     assert len(seen) == len(TILES) * 4
+    seen |= {str(linear_choice.definitions(1, wide(PRODUCTS[0], b))) for b in range(1, MOST + 1)}
+    assert len(seen) == len(TILES) * 4 + 3, "the stages of `linear_wide` are no definition"
     plain = Choice("linear_plain", (1, 1, 1))
-    assert linear.definitions(0, plain)["LINEAR_TILES"] == 0
+    assert linear_choice.definitions(0, plain)["LINEAR_TILES"] == 0
 
 
 class H200Device:
@@ -170,11 +216,11 @@ def test_a_start_compiles_at_once_what_its_batches_will_ask_for() -> None:
         texts = [str(job.definitions) for job in made]
         assert len(set(texts)) == len(texts)
         assert {job.target for job in made} == {"sm_90a"}
-        element = linear.ELEMENTS[dtype]  # type: ignore[index]
+        element = linear_choice.ELEMENTS[dtype]  # type: ignore[index]
         for product in PRODUCTS:
             for batch in range(1, 41):
                 asked = choose(product, batch, is_half=is_half)
-                assert str(linear.definitions(element, asked)) in texts
+                assert str(linear_choice.definitions(element, asked)) in texts
     assert len(texts) == 1
 
 
@@ -208,6 +254,6 @@ def test_scratch_of_a_stage_grows_with_its_slots_and_begins_aligned() -> None:
 
 
 def test_sources_include_nothing_of_a_toolkit() -> None:
-    for source in (linear.SOURCE, gated.SOURCE, depth.SOURCE):
+    for source in (linear_choice.SOURCE, gated.SOURCE, depth.SOURCE):
         included = re.findall(r'#include (["<].*)', Path(source).read_text())
         assert all(name.startswith('"linear_') for name in included), included
