@@ -84,6 +84,11 @@ def lines(bundle: Bundle, found: list[Found], machine: Machine) -> Iterator[str]
     gpu = f"{machine.gpu} ({plans.target_of(machine.compute_capability)})" if machine.gpu else ""
     has = ", ".join(f"{flavour} {version}" for flavour, version in machine.versions)
     yield f"this machine: {machine.platform}, {gpu or 'no NVIDIA GPU'}, {has or 'no TensorRT'}"
+    if kernels := sum(stage.kernel is not None for stage in manifest.stages):
+        yield (
+            f"{kernels} of {len(manifest.stages)} stages name kernels of ours: executor cuda runs "
+            f"those, executor tensorrt the plans unless [engine] kernels_beside_plans = true"
+        )
     if not found:
         yield (
             "no plans. Build some: "

@@ -10,7 +10,7 @@ import tensorrt_lean
 import tensorrt_rtx
 
 from engines import bundle, cli, machine, plans, plans_shown
-from engines.bundle import Bundle
+from engines.bundle import Bundle, KernelSpec
 from engines.plans import Machine
 from engines.plans_shown import Found
 from tests.engines.plan_samples import VERSION, plans_of, write
@@ -72,6 +72,21 @@ def test_a_bundle_without_plans_says_how_to_build_some(
 ) -> None:
     assert cli.main(["show", str(demo.path)]) == 0
     assert f"duplexbox export build {demo.path} --target TARGET" in capsys.readouterr().out
+
+
+def test_who_runs_the_stages_that_name_a_kernel_is_said(demo: Bundle) -> None:
+    stages = [
+        msgspec.structs.replace(stage, kernel=KernelSpec("depth", {}, {}))
+        if stage.name == "depth"
+        else stage
+        for stage in demo.manifest.stages
+    ]
+    named = Bundle(demo.path, msgspec.structs.replace(demo.manifest, stages=tuple(stages)))
+    words = (
+        "1 of 5 stages name kernels of ours: executor cuda runs those, executor tensorrt the plans"
+    )
+    assert words in "\n".join(plans_shown.lines(named, [], BOX))
+    assert "kernels of ours" not in "\n".join(plans_shown.lines(demo, [], BOX))
 
 
 def test_the_page_is_also_there_for_programs(
