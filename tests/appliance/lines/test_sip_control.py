@@ -6,6 +6,7 @@ model's goodbye, and recordings.
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ import soxr
 
 from appliance.lines.sip_records import Row
 from appliance.lines.wav import WavWriter
-from tests.appliance.lines.test_sip import Line, line, snr_db, speech
+from tests.appliance.lines.test_sip import ROOT, Line, line, snr_db, speech
+from tests.appliance.lines.test_sip_peers import stub_box
 from tests.fakes_line import FakeBox, Trouble
 from tests.sip_debian import baresip
 from tests.sip_peer import Phone, now_s, sleep
@@ -309,3 +311,43 @@ def test_debian_baresip_is_recorded_and_hung_up_on(
     assert heard_hz == 8_000
     assert caller > 25  # on a quiet machine what G.711 leaves, 38, in both
     assert model > 25
+
+
+@pytest.mark.peers
+def test_the_verb_sends_a_caller_of_a_whole_box_on(tmp_path: Path) -> None:
+    extra = 'transfer_to = ["sip:2*@127.0.0.1:9"]'
+    verb = [sys.executable, "-m", "duplexbox", "appliance", "transfer", "1"]
+
+    def operator(target: str) -> "subprocess.Popen[str]":
+        words = [*verb, target, "--socket", str(socket)]
+        return subprocess.Popen(
+            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    with (
+        stub_box(tmp_path, 2) as socket,
+        line(tmp_path, socket, extra) as running,
+        Phone("bot", running.port) as phone,
+    ):
+        phone.dial()
+        phone.talk(speech(0.5))
+        denied = operator("sip:1900555@127.0.0.1:9")
+        out, err = denied.communicate(timeout=20)
+        assert (denied.returncode, out) == (1, "")
+        assert "session 1 stays: sip:1900555@127.0.0.1:9 is not allowed" in err
+        busy = operator("sip:21@127.0.0.1:9")
+        assert asked(phone, 10) == "sip:21@127.0.0.1:9"
+        notify(phone, "486 Busy Here")
+        _, err = busy.communicate(timeout=20)
+        assert busy.returncode == 1
+        assert "session 1 stays: 486 Busy Here" in err
+        assert phone.talk(speech(0.5)).arrived_s.size > 15
+        done = operator("sip:22@127.0.0.1:9")
+        assert asked(phone, 10) == "sip:22@127.0.0.1:9"
+        notify(phone, "200 OK")
+        out, err = done.communicate(timeout=20)
+        assert (done.returncode, err) == (0, "")
+        assert out == "session 1: transferred to sip:22@127.0.0.1:9\n"
+        row = last(running)
+    assert row.why == "transferred to sip:22@127.0.0.1:9"
+    assert row.frames > 10
