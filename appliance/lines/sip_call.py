@@ -340,6 +340,7 @@ class PhoneCall:
             stretched=counts.stretched,
             overslept=hearing.overslept,
             paid_back=hearing.paid_back,
+            not_taken=hearing.not_taken,
             delivered=outcomes.get(Outcome.DELIVERED, 0),
             late=outcomes.get(Outcome.LATE, 0),
             filled=outcomes.get(Outcome.FILLED, 0),

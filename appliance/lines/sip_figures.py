@@ -52,6 +52,8 @@ class Figures(msgspec.Struct, frozen=True):
     """Ticks without a frame, because this process was late."""
     paid_back: int
     """Ticks without a frame, because the box had one waiting."""
+    not_taken: int
+    """Frames that the box had no room for: it was stopping, or stuck."""
     delivered: int
     late: int
     filled: int

@@ -46,6 +46,7 @@ class Hearing:
         self.sent = 0
         """Frames handed in."""
         self.overslept = 0
+        self.not_taken = 0
         self.paid_back = 0
         self.heard_ns = now_ns
         """When something last came of the caller."""
@@ -111,6 +112,7 @@ class Hearing:
             if self._tape is not None:
                 self._tape.said(pcm, arrived_ns)
             if not channel.uplink.put(UplinkHeader(self.sent, 0, arrived_ns), pcm):
+                self.not_taken += 1
                 continue  # the box does not read: it is stopping, or stuck, and will be heard of
             self._meant[self.sent] = (tick, arrived_ns)
             self._meant.pop(self.sent - 64, None)

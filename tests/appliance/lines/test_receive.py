@@ -145,6 +145,23 @@ def test_a_clock_that_is_off_is_followed_for_five_minutes(ppm: float, seconds: i
     assert held_ms.max() - held_ms.min() < 45
 
 
+@pytest.mark.parametrize("ppm", [300.0, -300.0])
+def test_five_minutes_of_loss_jitter_and_a_clock_that_is_off_neither_shrink_nor_drift(
+    ppm: float,
+) -> None:
+    run = talk(300, loss=0.05, jitter_ns=60 * NS_PER_MS, skew_ppm=ppm)
+    counts = run.buffer.counts
+    assert counts.frames == run.heard.size // SAMPLES == 300 * RATE_HZ // SAMPLES - 1
+    assert counts.cut_samples == 0
+    # What a caller whose clock is off said at a time of his own was said at another of ours.
+    ages = ages_ms(run)
+    ours = ages + np.linspace(0.0, 300_000 * ppm / 1e6, ages.size)
+    assert abs(np.median(ours[-200:]) - np.median(ours[5:200])) < 25
+    assert ours[5:].max() < 110
+    lost_ms = counts.concealed_samples / RATE_HZ * 1000
+    assert lost_ms == pytest.approx(0.05 * 300_000, rel=0.3)
+
+
 def test_silence_of_the_peer_is_comfort_noise_and_speech_begins_anew_at_the_same_delay() -> None:
     run = talk(20, silent=(5.0, 12.0))
     counts = run.buffer.counts

@@ -96,7 +96,7 @@ def line(folder: Path, box: Path, extra: str = "", account: str = "") -> Iterato
 def ticks(row: Row) -> float:
     """Of a call: those with a frame, and those without one of which the line knows why."""
     figures = msgspec.json.decode(row.figures)
-    return float(row.frames + figures["overslept"] + figures["paid_back"])
+    return float(row.frames + figures["overslept"] + figures["paid_back"] + figures["not_taken"])
 
 
 def speech(seconds: float) -> NDArray[np.int16]:

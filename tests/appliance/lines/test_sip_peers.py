@@ -136,8 +136,9 @@ def test_a_bad_network_shrinks_nothing_and_the_delay_stays_bounded(
     print_figures(f"{network}", delays=(delays.min(), np.median(delays), delays.max()), row=row)
     assert ticks(row) == pytest.approx(row.talked_ms / 80, abs=1.5)
     assert abs(np.median(delays[-5:]) - np.median(delays[:5])) < 120
-    # A second may be found in the wrong place, since a vowel is much like itself; most are not.
-    assert np.percentile(delays, 75) < 350
+    # Against the soonest: when the telephone began to talk is not known to the model. A second
+    # may be found in the wrong place, since a vowel is much like itself; most are not.
+    assert np.percentile(delays, 75) - np.percentile(delays, 5) < 200
 
 
 def delays_ms(
