@@ -64,10 +64,13 @@ def make_old(executor: Executor, ages: list[int]) -> None:
     On a GPU all rows have their memory before anybody comes: that is what a box that has been
     full for minutes looks like, and a joiner then costs what a joiner costs.
     """
-    begin = executor.join
+    begin, manifest = executor.join, executor.bundle.manifest
     assert isinstance(executor, Ages)
     park: Callable[[int, int], None] | None = getattr(executor, "park", None)
     if park is not None:
+        from engines.cuda_prefill import CudaParking
+
+        parking = CudaParking(executor)  # type: ignore[arg-type]
         for slot, ticks in enumerate(ages):
             executor.age(slot, ticks)
             park(slot, ticks)
@@ -76,11 +79,8 @@ def make_old(executor: Executor, ages: list[int]) -> None:
         if park is None:
             begin(slot, settings)
             executor.age(slot, ages[slot])
-            return
-        from engines.cuda_prefill import CudaParking
-
-        counters = positions(executor.bundle.manifest, ages[slot])
-        CudaParking(executor).settle(slot, slot, settings, counters)  # type: ignore[arg-type]
+        else:
+            parking.settle(slot, slot, settings, positions(manifest, ages[slot]))
 
     executor.join = join  # type: ignore[method-assign]
 
@@ -108,9 +108,14 @@ class Armed(Notify):
 
     def __init__(self, executor: Executor, ages: list[int]) -> None:
         super().__init__({})
+        self.box: Box | None = None
+        self.forecast_ns = 0
+        """What the calibration alone promises for all of them."""
         self._executor, self._ages = executor, ages
 
     def ready(self, status: str) -> None:
+        if self.box is not None and (found := self.box.switchboard.foresight.forecast()):
+            self.forecast_ns = found.tick_ns(len(self._ages))
         make_old(self._executor, self._ages)
         print(f"ready: {status}", flush=True)
 
@@ -133,7 +138,7 @@ def hold(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str, An
             admission=AdmissionConfig(min_margin_ms=args.guard_ms, calibrate_s=args.calibrate),
         )
         armed = Armed(executor, ages)
-        box = Box(config, executor, MonotonicClock(), engine.memory_bytes, armed)
+        armed.box = box = Box(config, executor, MonotonicClock(), engine.memory_bytes, armed)
         box.switchboard.foresight.look_at_time = not args.by_memory
         said = 0
 
@@ -154,6 +159,7 @@ def hold(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str, An
 
         left = folder / "callers.json"
         command = [
+            *(("taskset", "-c", args.callers_on) if args.callers_on else ()),
             *(sys.executable, "-m", "duplexbox", "appliance", "callers", *map(str, speech)),
             *("--socket", str(config.control.socket), "--out", str(left)),
             *("--count", str(args.sessions), "--talk", str(args.minutes * 60)),
@@ -169,7 +175,8 @@ def hold(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str, An
         box.switchboard.foresight.look_at_time = True
         forecast = box.switchboard.foresight.forecast()
     unreadable: list[ledger.LedgerError] = []
-    summary = report.summarise(ledger.read_folder(folder, unreadable))
+    calls = ledger.read_folder(folder, unreadable)
+    summary = report.summarise(calls)
     callers = msgspec.json.decode(left.read_bytes(), type=list[SyntheticReport])
     damage = [str(err) for err in unreadable]
     found = problems(summary, callers, args.sessions, damage)
@@ -185,10 +192,27 @@ def hold(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str, An
         "concealed": sum(s.concealed for s in summary.sessions),
         "ages": [min(ages), max(ages)],
         "wrapped": sum(_wraps(manifest, age, ticks) for age in ages),
+        "steps": steps(calls, args.sessions),
+        "first_forecast_ns": armed.forecast_ns,
         "forecast_ns": forecast.tick_ns(args.sessions) if forecast else 0,
         "least_memory_left_bytes": min(least, default=None),
         "pages": dataclasses.asdict(executor.arena.counts) if hasattr(executor, "arena") else None,
     }
+
+
+def steps(calls: list[ledger.Call], sessions: int) -> dict[str, float]:
+    """What ticks of all ``sessions`` took, and the engine's step in them, ms."""
+    ticks = np.concatenate([call.ticks for call in calls]) if calls else np.zeros(0, ledger.TICK)
+    ticks = ticks[(ticks["batch"] == sessions) & (ticks["slot"] == sessions - 1)]
+    ticks = ticks[(ticks["flags"] & (ledger.Flag.MISSED | ledger.Flag.PRIMING).value) == 0]
+    if not len(ticks):
+        return {}
+    period_ns = calls[0].header.period_ns
+    found = {"ticks": float(len(ticks))}
+    for name, took_ns in (("step", ticks["step_ns"]), ("tick", period_ns - ticks["margin_ns"])):
+        for word, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999), ("max", 1.0)):
+            found[f"{name}_{word}_ms"] = round(float(np.quantile(took_ns, share)) / 1e6, 2)
+    return found
 
 
 def _wraps(manifest: Manifest, age: int, ticks: int) -> bool:
@@ -200,6 +224,7 @@ def _wraps(manifest: Manifest, age: int, ticks: int) -> bool:
 def text(found: dict[str, Any], sessions: int) -> list[str]:
     ticks = found["ticks"]
     left = found["least_memory_left_bytes"]
+    first, last = found["first_forecast_ns"] / 1e6, found["forecast_ns"] / 1e6
     milliseconds = [ticks[name] / 1e6 for name in ("p50_ns", "p99_ns", "p999_ns", "max_ns")]
     return [
         f"{sessions} sessions, {ticks['ticks']} ticks: {ticks['late']} late, {ticks['missed']} "
@@ -208,9 +233,10 @@ def text(found: dict[str, Any], sessions: int) -> list[str]:
         f"{found['on_time']} of {found['due']} frames on time; worst session "
         f"{found['worst_session']}: {found['worst_on_time_share']:.2%}; concealed "
         f"{found['concealed']}; ages {found['ages'][0]} to {found['ages'][1]} ticks at the start, "
-        f"{found['wrapped']} windows wrapped; admission had forecast a p99.9 of "
-        f"{found['forecast_ns'] / 1e6:.1f} ms"
+        f"{found['wrapped']} windows wrapped; the forecast of the p99.9 was "
+        f"{first:.1f} ms from calibration, {last:.1f} at the end"
         + (f"; at least {left / 1e9:.1f} GB left" if left is not None else ""),
+        f"ticks of all of them: {found['steps']}",
         *(f"DOES NOT HOLD: {problem}" for problem in found["problems"]),
     ]
 
@@ -230,6 +256,7 @@ def main() -> int:
     parser.add_argument("--guard-ms", type=int, default=8, help="as [admission] min_margin_ms")
     parser.add_argument("--calibrate", type=int, default=3, help="as [admission] calibrate_s")
     parser.add_argument("--by-memory", action="store_true", help="admit whatever the time")
+    parser.add_argument("--callers-on", metavar="CORES", help="as taskset has them; all of them")
     parser.add_argument("--speech", type=Path, nargs="+", metavar="WAV")
     parser.add_argument("--no-hashes", action="store_true", help="trust the bundle's files")
     parser.add_argument("--out", type=Path, help="default: out/whole-box-<time>")
