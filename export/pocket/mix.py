@@ -79,10 +79,11 @@ class Mixer:
             for n, call in enumerate(calls)
             for e in call.events
         ]
-        columns = list(zip(*rows, strict=True))
-        whole = [torch.tensor(column, device=self.device) for column in columns[:4]]
-        real = [torch.tensor(c, device=self.device, dtype=torch.float32) for c in columns[4:]]
-        self.add(out, Places(*whole, *real))
+        if rows:
+            columns = list(zip(*rows, strict=True))
+            whole = [torch.tensor(column, device=self.device) for column in columns[:4]]
+            real = [torch.tensor(c, device=self.device, dtype=torch.float32) for c in columns[4:]]
+            self.add(out, Places(*whole, *real))
         sound = out.view(len(calls), 2, -1)
         lines = [call.line for call in calls]
         echo = torch.tensor([line.echo for line in lines], device=self.device)

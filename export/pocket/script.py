@@ -295,7 +295,7 @@ class Scene:
         chance = rng.random()
         if chance < 0.12:
             self.say(CALLER, self.pick(Kind.BACKCHANNEL), rng.uniform(begins + 0.2, ends - 0.3))
-        elif chance < 0.42:
+        elif chance < 0.34:
             at_s = rng.uniform(begins + 0.15, ends - 0.35)
             kind = rng.choice((Kind.STOP, Kind.STOP, Kind.STOP, self.next_kind()))
             self.interrupt(kind, at_s)
