@@ -12,7 +12,7 @@ Pure. Not here: what stages must answer (`export.golden` records it, `export.ver
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,16 +55,32 @@ def draw_reached(seed: int, region: RegionSpec, row: int, age: int) -> NDArray[A
     """The part of a region that session ``row`` has reached, ``age`` ticks old: of a ring its
     valid rows, else all of it. Costs what that part is long where rows follow one another.
     """
+    levels = _levels(seed, region, row, age)
+    if is_coded(region):
+        return _codes(levels, CODED[region.dtype])
+    return np.multiply(levels, STEP)
+
+
+def stored_reached(
+    seed: int, region: RegionSpec, row: int, age: int, store: Callable[[NDArray[Any]], NDArray[Any]]
+) -> NDArray[Any]:
+    """`draw_reached` as it lies in memory. store: what turns float32 values into that; it is asked
+    once, for the 256 there are.
+    """
+    if is_coded(region):
+        return draw_reached(seed, region, row, age)
+    table = store(np.multiply(np.arange(256, dtype=np.uint8).view(np.int8), STEP))
+    return np.take(table, _levels(seed, region, row, age).view(np.uint8))
+
+
+def _levels(seed: int, region: RegionSpec, row: int, age: int) -> NDArray[np.int8]:
     key = np.frombuffer(_digest(seed, region.name, row), dtype="<u8")
     reached, shape = _reached(region, age), region.shape
     if all(length == 1 for length in shape[: region.clock.axis]):
         shape = np.empty(shape, np.bool_)[reached].shape  # nothing beyond it need be drawn
     values = math.prod(shape)
     words = np.random.Philox(key=key).random_raw(-(-values // 8)).astype("<u8", copy=False)
-    levels = words.view(np.int8)[:values].reshape(shape)[reached]
-    if is_coded(region):
-        return _codes(levels, CODED[region.dtype])
-    return np.multiply(levels, STEP)
+    return words.view(np.int8)[:values].reshape(shape)[reached]
 
 
 def _reached(region: RegionSpec, age: int) -> tuple[slice, ...]:

@@ -23,7 +23,7 @@ from engines import cuda, tensor_file
 from engines.answers import Answer, Asked, Found, ParityFailed, narrowest, packed
 from engines.bundle import NEXT, Bundle, BundleError, Dtype, GoldenSpec, RegionSpec
 from engines.clocks import ClockKind
-from engines.golden import draw_reached, is_drawn, written_rows
+from engines.golden import is_drawn, stored_reached, written_rows
 from engines.ort_executor import STORAGE
 from engines.program import Buffer, Step, plan_program
 
@@ -130,9 +130,7 @@ def _check_prefill(
         if t.name not in regions
     }
     rings = {
-        t.name: packed(draw_reached(golden.seed, regions[t.name], 0, age), regions[t.name].dtype)
-        for t in stage.inputs
-        if t.name in regions
+        t.name: _drawn(golden, regions[t.name], 0, age) for t in stage.inputs if t.name in regions
     }
     made = primer.answer(stage, given, rings, (age, golden.ticks))
     answer = Answer(_asked(executor), stage, golden, found)
@@ -168,14 +166,14 @@ def _check_stage(
             continue
         for row, age in enumerate(spec.ages[:count]):
             if stored is not None:
-                value = stored[row]
+                value = packed(stored[row], region.dtype)
             elif age:
-                value = draw_reached(spec.seed, region, row, age)
+                value = _drawn(spec, region, row, age)
             elif region.in_place:
                 continue  # no row of it is read before it is written
             else:
-                value = np.full(region.shape, region.fill)
-            state.put_region(bound.buffer, region, row, packed(value, region.dtype))
+                value = packed(np.full(region.shape, region.fill), region.dtype)
+            state.put_region(bound.buffer, region, row, value)
     executor.stage(stage.name, count)()
     executor.stream.synchronize()
     answer = Answer(_asked(executor), stage, spec, found)
@@ -284,6 +282,11 @@ def _read(bundle: Bundle, name: str) -> dict[str, Array]:
     except (OSError, tensor_file.TensorFileError) as err:
         raise BundleError(f"{path}: {err}. Copy the bundle again") from None
     return {key: tensor.array for key, tensor in held.items()}
+
+
+def _drawn(spec: GoldenSpec, region: RegionSpec, row: int, age: int) -> Array:
+    """What session ``row`` has reached of a region, as it is stored."""
+    return stored_reached(spec.seed, region, row, age, lambda x: packed(x, region.dtype))
 
 
 def _rows(ring: Array, region: RegionSpec, age: int) -> Array:
