@@ -15,6 +15,7 @@ Made for one machine; no decision of the box hangs on it.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +181,7 @@ class Coder:
         return found
 
 
-def recogniser():  # type: ignore[no-untyped-def]
+def recogniser() -> Callable[[Sound], list[str]]:
     """pocketsphinx with its own English model, told to expect digits."""
     import soxr
     from pocketsphinx import Decoder

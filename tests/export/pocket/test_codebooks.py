@@ -39,6 +39,6 @@ def test_gradients_pass_through_the_choice() -> None:
     mimi, _ = seeded(POCKET, 5)
     latent = torch.randn(1, POCKET.mimi.dimension, 4, requires_grad=True)
     semantic, whole, _, loss = codebooks.quantise(mimi.quantizer, latent, learn=False)
-    (semantic.sum() + whole.sum() + loss).backward()
+    (semantic.sum() + whole.sum() + loss).backward()  # type: ignore[no-untyped-call]
     assert latent.grad is not None
     assert float(latent.grad.abs().min()) > 0
