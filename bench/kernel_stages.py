@@ -25,7 +25,7 @@ import numpy as np
 from engines import cuda
 from engines.bundle import ITEMSIZE, StageSpec
 from engines.kernel_stages import COUNTER_BYTES, Bindable, Scratch
-from engines.kernels import depth, gated, linear, linear_choice, nvrtc
+from engines.kernels import depth, gated, linear, linear_choice, lm_stage, nvrtc
 from engines.kernels import lm_reference as ref
 from engines.kernels.linear import LinearKernels, Rows
 from engines.kernels.linear_choice import Choice, Finish, Product, choose, few, many, wide
@@ -121,7 +121,7 @@ class Bench:
                 stream=self.stream,
                 choice=choice,
             )
-        return self.median_us(gated.run_all(launches))[0] / LAYERS
+        return self.median_us(lm_stage.run_all(launches))[0] / LAYERS
 
 
 def products(bench: Bench, batches: Sequence[int], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -225,7 +225,7 @@ def stages(bench: Bench, batches: Sequence[int], rows: int) -> list[dict[str, An
     )
     table = cuda.allocate(1 << 20)
     for batch in batches:
-        bench.linear = layers._linear
+        bench.linear = layers.kernels.linear
         runs: dict[str, Callable[[], None]] = {}
         deep, _ = bound(bench, spec, batch, 0)
         runs["depth"] = depths.bind(deep)
@@ -262,8 +262,8 @@ def stages(bench: Bench, batches: Sequence[int], rows: int) -> list[dict[str, An
                 partials=int(bench.room) + (768 << 20),
             )
             parts.append(("attention", lambda params=params: ring.launch(params, bench.stream)))  # type: ignore[misc]
-        runs["temporal"] = gated.run_all([run for _, run in parts])
-        runs["temporal without attention"] = gated.run_all(
+        runs["temporal"] = lm_stage.run_all([run for _, run in parts])
+        runs["temporal without attention"] = lm_stage.run_all(
             [run for name, run in parts if name != "attention"]
         )
         for overlaps in (True, False):

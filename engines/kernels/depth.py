@@ -14,27 +14,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engines.bundle import ITEMSIZE, Dtype, StageSpec
-from engines.cuda import Device, DevicePtr, LaunchShape, Module
+from engines.cuda import Device, LaunchShape
 from engines.kernel_stages import Bindable, Kind
-from engines.kernels import nvrtc
-from engines.kernels.gated import Areas, dtype_of, run_all
-from engines.kernels.linear import (
-    Launch,
-    LinearKernels,
-    Norm,
-    Rows,
-    jobs,
-    launch_of,
-)
-from engines.kernels.linear_choice import (
-    ELEMENTS,
-    THREADS,
-    WARPS,
-    Finish,
-    Product,
-    partials_bytes,
-)
+from engines.kernels.linear import Launch, Rows, jobs, launch_of
+from engines.kernels.linear_choice import THREADS, WARPS, Finish, Product, partials_bytes
 from engines.kernels.lm_kinds import MOST_STREAMS
+from engines.kernels.lm_stage import (
+    Areas,
+    SmallKernels,
+    StageProducts,
+    dtype_of,
+    numbers_of,
+    run_all,
+)
 from engines.kernels.nvrtc import Job
 
 SOURCE = Path(__file__).with_name("depth.cu")
@@ -85,8 +77,7 @@ class _Shape:
     """The numbers of a depth stage."""
 
     def __init__(self, stage: StageSpec) -> None:
-        assert stage.kernel is not None, stage.name
-        numbers = stage.kernel.numbers
+        numbers = numbers_of(stage)
         self.steps, self.layers = int(numbers["steps"]), int(numbers["layers"])
         self.features, self.gate = int(numbers["features"]), int(numbers["gate"])
         self.card, self.heads = int(numbers["card"]), int(numbers["heads"])
@@ -128,19 +119,13 @@ class DepthKernels:
 
     def __init__(self, stages: Iterable[StageSpec], device: Device, folder: Path) -> None:
         (stage,) = stages
-        dtype = dtype_of(stage)
-        major, minor = device.compute_capability
-        self._linear = LinearKernels(dtype, device, folder)
-        image = nvrtc.compile_cached(
-            SOURCE, {"LINEAR_ELEMENT": ELEMENTS[dtype]}, f"sm_{major}{minor}", folder
-        )
-        self._module = Module(image)
-        self._attend = self._module.function("depth_attend")
-        self._choose = self._module.function("depth_choose")
+        self._kernels = SmallKernels(SOURCE, dtype_of(stage), device, folder)
+        self._attend = self._kernels.function("depth_attend")
+        self._choose = self._kernels.function("depth_choose")
 
     def bind(self, bindable: Bindable) -> Callable[[], None]:
         """See `kernel_stages.Family.bind`."""
-        tick = _Tick(self._linear, bindable)
+        tick = _Tick(self._kernels, bindable)
         launches = tick.enter()
         launches.append(self._choosing(tick, 0))
         for step in range(tick.shape.steps):
@@ -153,8 +138,7 @@ class DepthKernels:
         return run_all(launches)
 
     def close(self) -> None:
-        self._linear.close()
-        self._module.close()
+        self._kernels.close()
 
     def _attending(self, tick: "_Tick", step: int, layer: int) -> Launch:
         shape, batch = tick.shape, tick.batch
@@ -216,14 +200,22 @@ class DepthKernels:
 class _Tick:
     """Products of one stage and batch."""
 
-    def __init__(self, linear: LinearKernels, bindable: Bindable) -> None:
+    def __init__(self, kernels: SmallKernels, bindable: Bindable) -> None:
         stage = bindable.step.stage
-        self._linear, self.bindable, self.batch = linear, bindable, bindable.batch
+        self.bindable, self.batch = bindable, bindable.batch
         self.shape, self.dtype = _Shape(stage), dtype_of(stage)
         self.size = ITEMSIZE[self.dtype]
         self.areas = _Areas(self.shape, self.dtype, bindable.batch, bindable.scratch.memory)
         d = self.shape.features
-        self._x, self._normed = Rows(self.areas.x, d), Rows(self.areas.normed, d)
+        self._products = StageProducts(
+            kernels.linear,
+            bindable,
+            self.shape.products,
+            partials=self.areas.partials,
+            normed=Rows(self.areas.normed, d),
+            eps=self.shape.eps,
+        )
+        self._x = Rows(self.areas.x, d)
         self._attended = Rows(self.areas.attended, d)
         self._opened = Rows(self.areas.opened, self.shape.gate)
 
@@ -234,58 +226,34 @@ class _Tick:
         stride, row = shape.steps * shape.features, shape.features * self.size
         first = weights["0.in"]
         places = [weights[f"{step}.in"] - first for step in range(shape.steps)]
+        product = self._products.product
         if places == [step * row * shape.hidden for step in range(shape.steps)]:
-            return self._product("ins", first, hidden, Rows(self.areas.ins, stride))
+            return product("ins", hidden, Rows(self.areas.ins, stride), weight="0.in")
         launches: list[Launch] = []
         for step in range(shape.steps):
             y = Rows(self.areas.ins + step * row, stride)
-            launches += self._product("in", weights[f"{step}.in"], hidden, y)
+            launches += product("in", hidden, y, weight=f"{step}.in")
         return launches
 
     def project(self, step: int, layer: int) -> list[Launch]:
         """Norm and QKV."""
         width = 3 * self.shape.features
-        place = self.areas.qkv[layer] + step * self.batch * width * self.size
-        weight = self.bindable.weights[f"{step}.{layer}.qkv"]
-        return self._product("qkv", weight, self._x, Rows(place, width), f"{layer}.norm1")
+        y = Rows(self.areas.qkv[layer] + step * self.batch * width * self.size, width)
+        weight, norm = f"{step}.{layer}.qkv", f"{layer}.norm1"
+        return self._products.product("qkv", self._x, y, weight=weight, norm=norm)
 
     def finish(self, step: int, layer: int) -> list[Launch]:
         """The layer from its attention on."""
-        w = {role: self.bindable.weights[f"{step}.{layer}.{role}"] for role in _AFTER}
+        product, at, x = self._products.product, f"{step}.{layer}", self._x
         return [
-            *self._product("out", w["out"], self._attended, self._x, add=self._x),
-            *self._product("gate", w["gate"], self._x, self._opened, f"{layer}.norm2"),
-            *self._product("down", w["down"], self._opened, self._x, add=self._x),
+            *product("out", self._attended, x, weight=f"{at}.out", add=x),
+            *product("gate", x, self._opened, weight=f"{at}.gate", norm=f"{layer}.norm2"),
+            *product("down", self._opened, x, weight=f"{at}.down", add=x),
         ]
 
     def head(self, step: int) -> list[Launch]:
         logits = Rows(self.areas.logits, self.shape.card)
-        return self._product("head", self.bindable.weights[f"{step}.head"], self._x, logits)
-
-    def _product(
-        self,
-        role: str,
-        weight: DevicePtr,
-        x: Rows,
-        y: Rows,
-        norm: str | None = None,
-        add: Rows | None = None,
-    ) -> list[Launch]:
-        return self._linear.product(
-            self.shape.products[role],
-            self.batch,
-            w=weight,
-            x=x,
-            y=y,
-            scratch=(self.bindable.scratch.counters, self.areas.partials),
-            stream=self.bindable.stream,
-            norm=Norm(self.bindable.weights[norm], self.shape.eps) if norm else None,
-            normed=self._normed,
-            add=add,
-        )
-
-
-_AFTER = ("out", "gate", "down")
+        return self._products.product("head", self._x, logits, weight=f"{step}.head")
 
 
 def _scratch_bytes(stage: StageSpec, slots: int) -> int:

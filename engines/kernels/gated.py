@@ -16,30 +16,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engines import cuda
-from engines.bundle import ITEMSIZE, BundleError, Dtype, StageSpec
-from engines.cuda import Device, DevicePtr, LaunchShape, Module, Stream
+from engines.bundle import ITEMSIZE, BundleError, StageSpec
+from engines.cuda import Device, DevicePtr, LaunchShape
 from engines.kernel_stages import Bindable, Kind
-from engines.kernels import nvrtc
-from engines.kernels.linear import (
-    Launch,
-    LinearKernels,
-    Norm,
-    Rows,
-    jobs,
-    launch_of,
-)
-from engines.kernels.linear_choice import (
-    ELEMENTS,
-    THREADS,
-    Finish,
-    Product,
-    partials_bytes,
-)
+from engines.kernels.linear import Launch, Rows, jobs, launch_of
+from engines.kernels.linear_choice import THREADS, Finish, Product, partials_bytes
 from engines.kernels.lm_kinds import MOST_STREAMS
+from engines.kernels.lm_stage import (
+    Areas,
+    SmallKernels,
+    StageProducts,
+    dtype_of,
+    numbers_of,
+    run_all,
+)
 from engines.kernels.nvrtc import Job
 
 SOURCE = Path(__file__).with_name("gated.cu")
-ALIGN_BYTES = 256
 
 
 class EmbedParams(ctypes.Structure):
@@ -65,23 +58,6 @@ class CountParams(ctypes.Structure):
     ]
 
 
-class Areas:
-    """Scratch of one stage, cut into parts in the order they are asked for."""
-
-    def __init__(self, base: int = 0) -> None:
-        self._at = base
-        self.base = base
-
-    def take(self, nbytes: int) -> DevicePtr:
-        at = self._at
-        self._at += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        return DevicePtr(at)
-
-    @property
-    def nbytes(self) -> int:
-        return self._at - self.base
-
-
 class _Areas(Areas):
     """Scratch of a gated stage."""
 
@@ -103,20 +79,15 @@ class GatedKernels:
         if len(dtypes) != 1:
             raise BundleError(f"gated stages of {', '.join(sorted(dtypes))}: one is served")
         (dtype,) = dtypes
-        major, minor = device.compute_capability
-        self._linear = LinearKernels(dtype, device, folder)
-        image = nvrtc.compile_cached(
-            SOURCE, {"LINEAR_ELEMENT": ELEMENTS[dtype]}, f"sm_{major}{minor}", folder
-        )
-        self._module = Module(image)
-        self._embed = self._module.function("gated_embed")
-        self._count = self._module.function("count_ticks")
+        self.kernels = SmallKernels(SOURCE, dtype, device, folder)
+        self._embed = self.kernels.function("gated_embed")
+        self._count = self.kernels.function("count_ticks")
         self._held: list[DevicePtr] = []
 
     def bind(self, bindable: Bindable) -> Callable[[], None]:
         """See `kernel_stages.Family.bind`."""
         assert bindable.step.stage.kernel is not None
-        layer = _Layer(self._linear, bindable)
+        layer = _Layer(self.kernels, bindable)
         kind = bindable.step.stage.kernel.kind
         if kind == "gated_first":
             launches = [self._embedding(bindable), *layer.before()]
@@ -127,14 +98,13 @@ class GatedKernels:
         return run_all(launches)
 
     def close(self) -> None:
-        self._linear.close()
-        self._module.close()
+        self.kernels.close()
         for pointer in self._held:
             cuda.release(pointer)
         self._held = []
 
     def _embedding(self, bindable: Bindable) -> Launch:
-        stage, numbers = bindable.step.stage, _numbers(bindable.step.stage)
+        stage, numbers = bindable.step.stage, numbers_of(bindable.step.stage)
         codes, tokens, offset = (bindable.address(b.buffer) for b in bindable.step.inputs)
         x, _, moved = (bindable.address(b.buffer) for b in bindable.step.outputs)
         streams, rows = stage.inputs[1].row_shape
@@ -172,81 +142,49 @@ class GatedKernels:
 class _Layer:
     """One stage's launches: the end of a layer, the beginning of the next."""
 
-    def __init__(self, linear: LinearKernels, bindable: Bindable) -> None:
+    def __init__(self, kernels: SmallKernels, bindable: Bindable) -> None:
         stage = bindable.step.stage
-        self._linear, self._batch = linear, bindable.batch
-        self._stream: Stream = bindable.stream
-        self._weights = bindable.weights
-        self._products = _products(stage)
-        self._eps = _numbers(stage)["eps"]
-        self._features, self._gate = features_of(stage), _gate(stage)
+        self._features, gate = features_of(stage), _gate(stage)
         areas = _Areas(stage, bindable.batch, bindable.scratch.memory)
-        self._scratch = (bindable.scratch.counters, areas.partials)
-        self._normed = Rows(areas.normed, self._features)
-        self._opened = Rows(areas.opened, self._gate)
+        products = _products(stage)
+        self._products = StageProducts(
+            kernels.linear,
+            bindable,
+            products,
+            partials=areas.partials,
+            normed=Rows(areas.normed, self._features),
+            eps=numbers_of(stage)["eps"],
+        )
+        self._opened = Rows(areas.opened, gate)
         inputs = [bindable.address(bound.buffer) for bound in bindable.step.inputs]
         outputs = [bindable.address(bound.buffer) for bound in bindable.step.outputs]
         self._is_last = stage.kernel is not None and stage.kernel.kind == "gated_last"
         self._x = Rows(inputs[0], self._features)
         self._attended = Rows(inputs[1], self._features)
         self._y = Rows(areas.x if self._is_last else outputs[0], self._features)
-        self._outputs = outputs
+        # What comes out last: QKV, or logits with the hidden rows before them.
+        self._hidden = Rows(outputs[0], self._features)
+        self._out = Rows(outputs[1], products["text" if self._is_last else "qkv"].outputs)
 
     def after(self) -> list[Launch]:
         """From what attention gave, and the layer's input, to its output in ``_y``."""
+        product = self._products.product
         return [
-            *self._product("out", self._attended, self._y, add=self._x),
-            *self._product("gate", self._y, self._opened, norm="norm2"),
-            *self._product("down", self._opened, self._y, add=self._y),
+            *product("out", self._attended, self._y, add=self._x),
+            *product("gate", self._y, self._opened, norm="norm2"),
+            *product("down", self._opened, self._y, add=self._y),
         ]
 
     def before(self) -> list[Launch]:
         """From ``_y`` to what the next attention takes."""
-        qkv = Rows(self._outputs[1], self._products["qkv"].outputs)
-        return self._product("qkv", self._y, qkv, norm="norm1")
+        return self._products.product("qkv", self._y, self._out, norm="norm1")
 
     def think(self) -> list[Launch]:
         """From ``_y`` to the stage's outputs."""
-        hidden = Rows(self._outputs[0], self._features)
-        logits = Rows(self._outputs[1], self._products["text"].outputs)
-        norm = Norm(self._weights["out_norm"], self._eps)
         return [
-            self._linear.norm(norm, self._batch, self._features, self._y, hidden, self._stream),
-            *self._product("text", hidden, logits),
+            self._products.norm("out_norm", self._features, self._y, self._hidden),
+            *self._products.product("text", self._hidden, self._out),
         ]
-
-    def _product(
-        self, role: str, x: Rows, y: Rows, *, norm: str | None = None, add: Rows | None = None
-    ) -> list[Launch]:
-        return self._linear.product(
-            self._products[role],
-            self._batch,
-            w=self._weights[role],
-            x=x,
-            y=y,
-            scratch=self._scratch,
-            stream=self._stream,
-            norm=Norm(self._weights[norm], self._eps) if norm else None,
-            normed=self._normed,
-            add=add,
-        )
-
-
-def run_all(launches: Iterable[Launch]) -> Callable[[], None]:
-    """One after the other."""
-    held = tuple(launches)
-
-    def run() -> None:
-        for launch in held:
-            launch()
-
-    return run
-
-
-def dtype_of(stage: StageSpec) -> Dtype:
-    """Of weights and rows; `lm_kinds` holds that it is one."""
-    assert stage.kernel is not None, stage.name
-    return next(iter(stage.kernel.weights.values())).dtype
 
 
 def features_of(stage: StageSpec) -> int:
@@ -256,12 +194,7 @@ def features_of(stage: StageSpec) -> int:
 
 
 def _gate(stage: StageSpec) -> int:
-    return int(_numbers(stage).get("gate", 0))
-
-
-def _numbers(stage: StageSpec) -> dict[str, float]:
-    assert stage.kernel is not None, stage.name
-    return stage.kernel.numbers
+    return int(numbers_of(stage).get("gate", 0))
 
 
 def _products(stage: StageSpec) -> dict[str, Product]:

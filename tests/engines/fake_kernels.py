@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import ITEMSIZE, Dtype, StageSpec, TensorSpec
 from engines.kernel_stages import Bindable, Kind
-from engines.kernels import depth, gated
+from engines.kernels import depth, gated, lm_stage
 from engines.kernels import lm_reference as ref
 from engines.kernels.linear_choice import Finish
 from engines.program import Bound
@@ -84,7 +84,7 @@ def _weight(bindable: Bindable) -> Weight:
 def _numbers(bindable: Bindable) -> tuple[Dtype, dict[str, float]]:
     kernel = bindable.step.stage.kernel
     assert kernel is not None
-    return gated.dtype_of(bindable.step.stage), kernel.numbers
+    return lm_stage.dtype_of(bindable.step.stage), kernel.numbers
 
 
 def _gated(bindable: Bindable, weight: Weight) -> None:
