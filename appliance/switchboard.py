@@ -428,15 +428,17 @@ class Switchboard:
 
     def _forget(self, session: SessionId) -> None:
         """The file is closed, the channel is nobody's any more."""
-        call = self._calls.pop(session)
+        call = self._calls[session]
         if call.session.state is State.DRAINING:
             call.session.on(Event.FLUSHED)
         assert call.session.state is State.GONE, call.session
+        # Counted first: who sees from another thread that nobody is left finds all of them ended.
+        self.calls_ended += 1
+        del self._calls[session]
         call.channel.close()
         call.channel.unlink()
         self._beside.forget(session)
         self._tell(self._transfers.forget(session))
-        self.calls_ended += 1
         why = call.why.name.lower()
         logger.info("session %d gone: why=%s frames_due=%d", session, why, call.due)
         if call.connection is None:

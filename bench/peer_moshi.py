@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -60,7 +61,7 @@ def main() -> int:
 @torch.no_grad()
 def measure(mimi: Any, generator: Any, batch: int, ticks: int, device: str) -> dict[str, Any]:
     """Medians in microseconds, and bytes on the device, of ``batch`` sessions."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
     spent: list[list[float]] = []
     with mimi.streaming(batch), generator.streaming(batch):
         for _ in range(WARM_UPS + ticks):
