@@ -184,9 +184,12 @@ def train(
     plain = Replay(lambda: trainer.step(False), device, say, size.capture)
     listened = Replay(lambda: trainer.step(True), device, say, size.capture)
     next_report, next_save = 0.0, SAVE_S
-    while pace.share() < 1:
+    is_over = False
+    while not is_over:
+        share = pace.share()
+        is_over = share >= 1
         for rate, top in zip(trainer.rates, (peak, LISTENER_PEAK), strict=True):
-            rate.fill_(rate_at(pace.share(), steps - began, top))
+            rate.fill_(rate_at(share, steps - began, top))
         trainer.feed()
         report = (listened if steps >= trainer.size.listener_from else plain)()
         steps += 1
@@ -196,7 +199,7 @@ def train(
             )
             say(f"codec step {steps}, {pace.spent_s():.1f} s: {values}")
             next_report = pace.spent_s() + max(1.0, pace.seconds / 40)
-        if pace.spent_s() >= next_save or pace.share() >= 1:
+        if is_over or pace.spent_s() >= next_save:
             told = {"steps": steps, "seconds": seconds + pace.spent_s()}
             told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
             for (name, model), optimizer in zip(models, trainer.optimizers, strict=True):

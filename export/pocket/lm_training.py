@@ -263,8 +263,11 @@ def train(
     say(f"pool of {pool.full} calls, {hours:.1f} h, {pace.spent_s():.1f} s")
     replay = Replay(trainer.step, trainer.device, say, size.capture)
     next_report, next_save = 0.0, pace.spent_s() + SAVE_S
-    while pace.share() < 1:
-        trainer.rate.fill_(rate_at(pace.share(), steps - began, peak))
+    is_over = False
+    while not is_over:
+        share = pace.share()
+        is_over = share >= 1
+        trainer.rate.fill_(rate_at(share, steps - began, peak))
         trainer.feed(generator)
         report = replay()
         steps += 1
@@ -277,7 +280,7 @@ def train(
             )
             say(f"lm step {steps}, {pace.spent_s():.1f} s: {values}")
             next_report = pace.spent_s() + max(1.0, pace.seconds / 40)
-        if pace.spent_s() >= next_save or pace.share() >= 1:
+        if is_over or pace.spent_s() >= next_save:
             told = {"steps": steps, "seconds": seconds + pace.spent_s()}
             told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
             checkpoint.save(folder, "lm", trainer.speaker, trainer.optimizer, told)

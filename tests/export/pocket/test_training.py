@@ -1,0 +1,112 @@
+"""Training sees positions as serving will, and a few steps of it teach something."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from export.models import tokens
+from export.pocket import codec_training, lm_training, script
+from export.pocket.lm_training import Pool
+from export.pocket.mix import Mixer
+from export.pocket.model import CODEBOOKS, POCKET
+from export.pocket.pace import Pace, rate_at
+from export.pocket.script import Call, Stage
+from tests.export.pocket import hums
+
+CPU = torch.device("cpu")
+SIZE = lm_training.Size(calls=2, chunk=2, frames=40, batch=2, ticks=30, refresh=5)
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    return hums.stage()
+
+
+def test_positions_are_what_a_served_call_reads_tick_by_tick(stage: Stage) -> None:
+    """The delay ring of serving, told the same codes, reads what training reads at once."""
+    pool = Pool(Mixer(stage, CPU), codec_training.Codec(stage.labels.count, 0), SIZE)
+    generator = torch.Generator().manual_seed(1)
+    pool.codes = torch.randint(0, 256, pool.codes.shape, generator=generator).to(torch.uint8)
+    pool.text = torch.randint(3, 60, pool.text.shape, generator=generator).to(torch.uint8)
+    pool.full = 2
+    trainer = lm_training.Trainer(pool, stage.labels.count, SIZE)
+    trainer.rows.copy_(torch.tensor([1, 0]))
+    ids, _, _ = trainer.positions()
+
+    config = POCKET.lm
+    desk, caller = pool.codes[[1, 0]].long().split(CODEBOOKS, dim=-1)
+    text = pool.text[[1, 0]].long()
+    ring = torch.full((2, config.streams, config.token_rows), tokens.UNGENERATED)
+    for tick in range(SIZE.ticks):
+        offset = torch.full((2,), tick)
+        ring = tokens.hear(config, ring, offset, caller[:, tick])
+        read = tokens.read(config, ring, offset)
+        assert (read == ids[:, tick]).all(), tick
+        # Position tick + 1: its word and semantic code, and the acoustic codes of tick.
+        said = torch.cat([text[:, tick + 1, None], desk[:, tick + 1, :1], desk[:, tick, 1:]], dim=1)
+        wanted = ids[:, tick + 1, : 1 + CODEBOOKS]
+        begun = wanted < config.card  # the initial token is never chosen
+        assert (said[begun] == wanted[begun]).all(), tick
+        ring = tokens.speak(config, ring, offset + 1, said)
+        heard = tokens.align(config, ring, offset + 1)
+        if tick >= 1:
+            assert (heard.codes == desk[:, tick]).all(), tick
+            assert (heard.text == text[:, tick]).all(), tick
+
+
+def test_stretches_from_the_middle_of_a_call_have_no_beginning(stage: Stage) -> None:
+    pool = Pool(Mixer(stage, CPU), codec_training.Codec(stage.labels.count, 0), SIZE)
+    pool.codes += torch.arange(40, dtype=torch.uint8).view(1, -1, 1)
+    pool.full = 2
+    trainer = lm_training.Trainer(pool, stage.labels.count, SIZE)
+    trainer.starts.copy_(torch.tensor([0, 5]))
+    ids, _, _ = trainer.positions()
+    assert (ids[0, 0] == trainer.initial).all()
+    assert (ids[1, 0, 1:] == 5 - trainer.delays[1:]).all()
+
+
+def test_a_few_steps_teach_the_language_model_something(stage: Stage, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    size = lm_training.Size(calls=2, chunk=2, frames=60, batch=4, ticks=50, refresh=100)
+    pool = Pool(Mixer(stage, CPU), codec_training.Codec(stage.labels.count, 0), size)
+    pool.put([script.written(stage, f"few {n}", size.frames) for n in range(2)])
+    assert bool(pool.speaks.any())
+    trainer = lm_training.Trainer(pool, stage.labels.count, size)
+    trainer.rate.fill_(2e-3)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(12):
+        trainer.feed(generator)
+        losses.append(trainer.step())
+    text, _, semantic, acoustic, heard = losses[-1] / losses[0]
+    assert max(text, semantic, acoustic, heard) < 0.9
+
+
+def test_a_lease_ends_in_time_and_leaves_a_checkpoint_that_continues(
+    stage: Stage, tmp_path: Path
+) -> None:
+    size = lm_training.Size(calls=2, chunk=2, frames=40, batch=1, ticks=20)
+
+    def calls() -> Iterator[list[Call]]:
+        while True:
+            yield [script.written(stage, f"lease {n}", size.frames) for n in range(2)]
+
+    said: list[str] = []
+    steps = []
+    for _ in range(2):
+        pool = Pool(Mixer(stage, CPU), codec_training.Codec(stage.labels.count, 0), size)
+        trainer = lm_training.Trainer(pool, stage.labels.count, size)
+        told = lm_training.train(trainer, calls(), tmp_path, Pace(0.3), said.append)
+        steps.append(told["steps"])
+    assert steps[1] > steps[0] >= 1
+    assert any(line.startswith("lm step") for line in said)
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    assert rate_at(0.0, 0, 1.0) < 0.01
+    assert rate_at(0.3, 5_000, 1.0) == 1.0
+    assert rate_at(1.0, 5_000, 1.0) == pytest.approx(0.02)
+    falling = [rate_at(share / 10, 5_000, 1.0) for share in range(6, 11)]
+    assert falling == sorted(falling, reverse=True)
