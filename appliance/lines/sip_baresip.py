@@ -258,7 +258,8 @@ class BaresipStack:
 
     async def _transfer(self, leg: int, call: Call, target: str) -> None:
         try:
-            await call.transfer(target)  # done: its CALL_CLOSED has been heard
+            # In brackets, or its parameters would be the header's.
+            await call.transfer(f"<{target}>")  # done: its CALL_CLOSED has been heard
         except baresip.TransferFailed as err:
             words = f"{err.status} {err.reason}" if err.status else str(err)
             self._hear(sip_stack.TransferEnded(leg, words))
