@@ -1,9 +1,10 @@
 """What a telephone caller hears of the model: which frame when, and its receipt.
 
 Decides when a frame is handed to the stack, and what its receipt says. `playout` keeps the
-timeline and `web_pace` its phase; `transmit` says how much may wait in the sender. A frame that
-was made in time but handed over after the sender had run dry is receipted as late: the caller has
-heard a gap before it. While the caller has us on hold, frames are discarded: nobody hears them.
+timeline and `web_pace` its phase, which goes back once ticks are short again; `transmit` says how
+much may wait in the sender. A frame that was made in time but handed over after the sender had run
+dry is receipted as late: the caller has heard a gap before it. While the caller has us on hold,
+frames are discarded: nobody hears them.
 """
 
 from collections import deque
@@ -94,7 +95,9 @@ class Speaking:
                 self._took.tick_to_made.append(header.made_ns - start_ns)
                 if playout.first_ns is None:
                     # On the box's grid, wherever the first frame happened to arrive.
-                    self.phase = Phase(self._grid.period_ns, self._times.expected_ns, False)
+                    # A sender follows: what is handed over earlier waits in it, and is worked off.
+                    expected_ns = self._times.expected_ns
+                    self.phase = Phase(self._grid.period_ns, expected_ns, follows=True)
                     playout.buffer_ns = start_ns + self.phase.phase_ns - now_ns
             receipt = playout.arrive(header, _Reply(header, pcm), now_ns)
             if receipt is not None:
@@ -118,6 +121,8 @@ class Speaking:
             for frame, (_, waited_ns) in zip(played, heard, strict=True):
                 if frame.frame is not None and waited_ns >= 0:
                     sent.append((frame.frame.header, waited_ns))
+            if self.phase is not None and arrived_ns is not None and arrived_ns <= due_ns:
+                playout.postpone(-self.phase.sent(due_ns - arrived_ns))
             for receipt in receipts:
                 if receipt.outcome != Outcome.DISCARDED:
                     receipt = receipt._replace(outcome=heard.pop(0)[0])

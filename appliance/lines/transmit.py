@@ -4,8 +4,11 @@ The sender (a SIP stack's own thread) takes 20 ms at a time and sends silence wh
 nothing. What waits when a frame is handed over is the *lead*: what this process may be late by
 without anybody hearing it, and delay for the whole call. So it starts at `lead_ns`, grows by
 itself when a frame came late (the gap has been heard, and what follows is later by it), and is
-worked off by stretching once it is more than is wanted. It never exceeds `MOST_NS`: then the frame
-is shortened. Nothing is ever flushed because the caller speaks: the model decides when to stop.
+worked off by stretching once it is more than is wanted. When frames have begun to come later for
+good (ticks take longer, and the phase at which frames leave has moved) nothing grows by itself, and
+every frame would find the sender dry: so the second time within a second the lead is laid again. It
+never exceeds `MOST_NS`: then the frame is shortened. Nothing is ever flushed because the caller
+speaks: the model decides when to stop.
 """
 
 from collections import deque
@@ -50,11 +53,14 @@ class Lead:
         self.dropped_ns = 0
         self._flowing = False
         self._queued: deque[int] = deque(maxlen=LOOKED_AT)
+        self._since_dry = LOOKED_AT
+        """Frames since the sender had last run dry."""
 
     def restart(self) -> None:
         """Nothing has been handed over for a while on purpose: begin anew."""
         self._flowing = False
         self._queued.clear()
+        self._since_dry = LOOKED_AT
 
     def hand_over(self, queued_ns: int) -> Handover:
         """A frame is about to be queued. queued_ns: what still waits."""
@@ -68,6 +74,12 @@ class Lead:
             return Handover(drop_ns=drop_ns)
         is_late = queued_ns <= 0
         self.underruns += is_late
+        again = is_late and self._since_dry < LOOKED_AT
+        self._since_dry = 0 if is_late else self._since_dry + 1
+        if again:
+            self._since_dry = LOOKED_AT
+            self._queued.clear()
+            return Handover(pad_ns=self.lead_ns, is_late=True)
         self._queued.append(queued_ns)
         too_much = len(self._queued) == LOOKED_AT and min(self._queued) > self.lead_ns + SLACK_NS
         return Handover(ppm=WORK_OFF_PPM if too_much else 0.0, is_late=is_late)

@@ -196,6 +196,29 @@ def test_a_call_hands_in_one_frame_a_tick_and_every_frame_of_the_model_has_one_r
     assert rig.call.stats == {"rx_packets": 5.0}
 
 
+def test_ticks_that_take_longer_cost_a_gap_or_two_and_the_delay_is_given_back_later(
+    rig: Rig,
+) -> None:
+    rig.answer()
+    rig.run(5)
+    before = rig.call.figures()
+    rig.step_ns = 72 * NS_PER_MS
+    rig.run(5)
+    slow = rig.call.figures()
+    assert slow.underruns - before.underruns <= 2
+    assert rig.media.gaps <= 4
+    assert slow.delivered > before.delivered + 55
+    rig.step_ns = 5 * NS_PER_MS
+    rig.run(40)
+    after = rig.call.figures()
+    assert after.underruns == slow.underruns
+    assert rig.media.gaps <= 4
+    # The phase went back, and what then waited in the sender was worked off.
+    assert rig.media.queued <= 8 * (40 + 30 + 20 + 80)
+    assert after.made_to_queued is not None
+    assert after.made_to_queued.p50_ms < 60
+
+
 def test_a_silent_peer_gets_frames_of_comfort_noise_until_it_is_given_up(rig: Rig) -> None:
     rig.answer()
     rig.talks = False

@@ -58,6 +58,18 @@ def test_a_late_frame_is_one_gap_and_the_delay_it_leaves_is_worked_off() -> None
     assert sender.queued_ns - 80 * NS_PER_MS <= LEAD_NS + SLACK_NS + 20 * NS_PER_MS
 
 
+def test_frames_that_come_later_for_good_find_the_lead_laid_again() -> None:
+    sender = Sender(Lead(LEAD_NS))
+    plans = [
+        sender.hand_over((tick * 80 + (60 if tick >= 20 else 0)) * NS_PER_MS + 7)
+        for tick in range(300)
+    ]
+    assert sender.lead.underruns == 2
+    assert [tick for tick, plan in enumerate(plans) if plan.pad_ns] == [0, 21]
+    assert sender.gaps_ns <= 20 * NS_PER_MS
+    assert plans[22:] == [Handover()] * 278
+
+
 def test_after_a_pause_on_purpose_the_lead_is_laid_again_and_nobody_was_late() -> None:
     lead = Lead(LEAD_NS)
     lead.hand_over(0)
