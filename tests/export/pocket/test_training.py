@@ -36,7 +36,7 @@ def test_positions_are_what_a_served_call_reads_tick_by_tick(stage: Stage) -> No
     ids, _, _ = trainer.positions()
 
     config = POCKET.lm
-    desk, caller = pool.codes[[1, 0]].long().split(CODEBOOKS, dim=-1)
+    desk, caller = torch.split(pool.codes[[1, 0]].long(), CODEBOOKS, dim=-1)
     text = pool.text[[1, 0]].long()
     ring = torch.full((2, config.streams, config.token_rows), tokens.UNGENERATED)
     for tick in range(SIZE.ticks):
