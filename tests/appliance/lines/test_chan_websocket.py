@@ -21,6 +21,7 @@ from appliance.lines.chan_websocket import (
     event,
     rate_of,
 )
+from appliance.lines.sip_stack import Format
 from tests.appliance.lines.test_audiosocket import ended, line
 from tests.appliance.lines.test_sip import snr_db, speech
 from tests.fakes import FakeClock
@@ -112,6 +113,17 @@ def test_what_waits_there_is_known_though_its_clock_is_not_ours(ppm: float) -> N
     assert form is not None
     assert abs(form.queued_samples / 16 - asterisk.waits * 20) < 65
     assert asterisk.deepest * 20 < 260  # a frame of 80 ms on top of 100 ms and what is not known
+
+
+def test_an_asterisk_that_has_run_dry_is_known_to_have() -> None:
+    asterisk = Asterisk(0)
+    asterisk.media.write(np.zeros(1_283, np.int16))
+    asterisk.run(70)
+    form = asterisk.media.format()
+    assert form is not None
+    assert form.queued_samples == 160
+    asterisk.run(20)
+    assert asterisk.media.format() == Format(16_000, 0)
 
 
 def test_an_asterisk_that_wants_no_more_gets_none_and_unread_audio_is_bounded() -> None:

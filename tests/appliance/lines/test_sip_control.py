@@ -162,6 +162,20 @@ def test_the_hook_hears_of_keys_and_of_how_a_call_began_and_ended(running: Line)
     assert row.digits == "42"
 
 
+def test_keys_come_as_requests_too(running: Line) -> None:
+    with Phone("polite", running.port) as phone:
+        phone.dial()
+        phone.talk(speech(0.2))
+        for key in "5#":
+            phone.sequence += 1
+            body = f"Signal={key}\r\nDuration=160\r\n"
+            kind = "Content-Type: application/dtmf-relay\r\n"
+            phone.send(phone.request("INFO", body, extra=kind))
+            assert phone.answer("INFO")[0] == 200
+        assert phone.hang_up() == 200
+    assert last(running).digits == "5#"
+
+
 @pytest.mark.parametrize(
     ("target", "steps", "outcome", "is_done"),
     [
