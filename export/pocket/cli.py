@@ -23,11 +23,15 @@ def main(argv: list[str] | None = None) -> int:
     train.add_argument("--workers", type=int, default=12, help="processes that write calls")
     train.add_argument("--rehearse", action="store_true", help="a few tiny steps of everything")
     train.add_argument("--step-by-step", action="store_true", help="capture no graphs")
+    revive = verbs.add_parser("revive", help="checkpoints out of a bundle, to train on from")
+    revive.add_argument("bundle", type=Path)
+    revive.add_argument("out", type=Path)
+    revive.add_argument("--bank", type=Path, required=True, help="what training will go on with")
     asked = parser.parse_args(argv)
     if asked.verb == "bank":
-        from export.pocket.bank import make
+        from export.pocket import bank as banks
 
-        index = make(asked.folder, asked.seed, asked.held_out, say)
+        index = banks.make(asked.folder, asked.seed, asked.held_out, say)
         say(f"{asked.folder}: {len(index.callers)} callers, {len(index.chunks)} chunks")
     if asked.verb == "train":
         from export.pocket.lease import Wanted, run
@@ -46,6 +50,13 @@ def main(argv: list[str] | None = None) -> int:
             ),
             say,
         )
+    if asked.verb == "revive":
+        from export.pocket import bank as banks
+        from export.pocket.revival import revive as write
+        from export.pocket.script import Stage
+
+        write(asked.bundle, asked.out, Stage(banks.read(asked.bank)).labels.count)
+        say(f"{asked.out}: weights of {asked.bundle}; moments and heads begin anew")
     return 0
 
 
