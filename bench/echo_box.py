@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from aiohttp import web
 from numpy.typing import NDArray
 
 from appliance import control, status
@@ -35,7 +34,8 @@ from appliance.config import (
     LedgerConfig,
 )
 from appliance.lines.boxes import Boxes
-from appliance.lines.web_server import REQUEST_S, Options, WebServer
+from appliance.lines.web_server import Options, WebServer
+from appliance.lines.web_site import open_site
 from appliance.lines.websocket import NICENESS
 from appliance.lines.wire import Model
 from engines.bundle import (
@@ -107,7 +107,7 @@ def run_box(folder: Path, slots: int, step_ms: float) -> None:
     bundle = echo_bundle(folder / "bundle", slots)
     config = Config(
         engine=EngineConfig(bundle.path),
-        clock=ClockConfig(drain_s=0, settle_s=1),
+        clock=ClockConfig(drain_s=0, settle_s=1, first_frame_s=3),
         control=ControlConfig(folder / "box.sock"),
         ledger=LedgerConfig(folder / "calls"),
         admission=AdmissionConfig(calibrate_s=1, min_margin_ms=0),
@@ -127,11 +127,7 @@ async def run_line(folder: Path) -> None:
 
     options = Options(path, most_per_address=256)
     server = WebServer(options, Boxes.connect(path, CLOCK), CLOCK, facts)
-    runner = web.AppRunner(
-        server.app(), access_log=None, handler_cancellation=True, keepalive_timeout=REQUEST_S
-    )
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    runner = await open_site(server.app(), "127.0.0.1", 0, CLOCK)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
     sys.stdout.write(f"{runner.addresses[0][1]}\n")
     sys.stdout.flush()
@@ -152,6 +148,14 @@ class Stand:
     @property
     def url(self) -> str:
         return f"ws://127.0.0.1:{self.port}/api/chat"
+
+    @property
+    def ledger(self) -> Path:
+        return self.folder / "calls"
+
+    def ask(self) -> control.Report:
+        """How the box is."""
+        return status.ask(self.folder / "box.sock")
 
 
 @contextlib.contextmanager

@@ -15,13 +15,12 @@ import signal
 import sys
 from pathlib import Path
 
-from aiohttp import web
-
 from appliance import control
 from appliance.clock import MonotonicClock
 from appliance.lines.boxes import Boxes
 from appliance.lines.transcript import read_pieces
-from appliance.lines.web_server import REQUEST_S, Options, WebServer
+from appliance.lines.web_server import Options, WebServer
+from appliance.lines.web_site import open_site
 from appliance.lines.websocket import NICENESS
 from appliance.lines.wire import Model
 
@@ -33,11 +32,7 @@ def facts(welcome: control.Welcome) -> tuple[Model, list[str]]:
 async def serve(options: Options) -> None:
     clock = MonotonicClock()
     server = WebServer(options, Boxes.connect(options.socket, clock), clock, facts)
-    runner = web.AppRunner(
-        server.app(), access_log=None, handler_cancellation=True, keepalive_timeout=REQUEST_S
-    )
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    runner = await open_site(server.app(), "127.0.0.1", 0, clock)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
     sys.stdout.write(f"{runner.addresses[0][1]}\n")
     sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 Carries bytes between sockets and `WebCall`s, and messages between those and the box; every call
 is paced by one task, so that all of them leave at their time whatever one client does. What a
-message means is `wire`'s business, what a call does `web_call`'s.
+message means is `wire`'s business, what a call does `web_call`'s, who gets in `web_door`'s.
 
 Nothing here waits for a client: each has a task of its own that empties its call's queue, and one
 that does not read ends by its queue's bound, then by its transport being cut. Nothing waits for
@@ -11,17 +11,16 @@ the box either: a lost one is looked for in a thread, and callers are told meanw
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import WSMsgType, web
+from aiohttp.typedefs import Handler
 
 from appliance import control
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock
@@ -31,6 +30,7 @@ from appliance.lines.limits import Bucket
 from appliance.lines.transcript import PiecesError, read_pieces
 from appliance.lines.web_box import BoxFeed, ways
 from appliance.lines.web_call import WebCall
+from appliance.lines.web_door import Guard, Turnstile
 from appliance.lines.web_figures import Figures
 from appliance.lines.web_pace import TickTimes
 from appliance.lines.web_pages import Pages
@@ -65,9 +65,6 @@ SEEK_S = 1.0
 STOP_NS = 15 * NS_PER_S
 """Longest from `stop` to the end: `web_call.SETTLE_NS`, and a box that has yet to answer a Join."""
 
-REQUEST_S = 10.0
-"""How long a connection may be open without a whole request: it is closed then."""
-
 CONNECTS_PER_S, CONNECTS_BURST = 20, 200
 
 MEMORY_POINTS = 32
@@ -84,6 +81,8 @@ class Options:
     token: str = ""
     origins: frozenset[str] = frozenset()
     """Origins of pages that may call besides our own; "*" is any."""
+    hosts: frozenset[str] = frozenset()
+    """Names this line goes by, besides addresses and localhost; "*" is any."""
     most: int = 256
     """Connections at once."""
     most_per_address: int = 32
@@ -124,6 +123,8 @@ class WebServer:
         self._numbers = 0
         self._addresses: Counter[str] = Counter()
         self._connects = Bucket(CONNECTS_PER_S, CONNECTS_BURST)
+        self._guard = Guard(options.token, options.origins, options.hosts)
+        self._door = Turnstile()
         self._wake = asyncio.Event()
         self._stop_ns: int | None = None
         self._turned_away = Seldom(logger, logging.INFO)
@@ -134,7 +135,7 @@ class WebServer:
 
     def app(self) -> web.Application:
         """The pages and the socket."""
-        app = web.Application(client_max_size=1024)
+        app = web.Application(client_max_size=1024, middlewares=[self._know_our_name])
         app.router.add_get("/api/chat", self.chat)
         app.router.add_get("/api/line", self.line)
         app.router.add_get("/api/model", self.model)
@@ -168,6 +169,9 @@ class WebServer:
                 seeking = asyncio.create_task(self._seek())
             now_ns = self._clock.now_ns()
             calls = [call for call in self._calls.values() if not call.is_over]
+            if self._door.waiting:
+                await asyncio.sleep(0)  # until whoever was let in is; then it is our turn again
+                continue
             if not calls:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
@@ -193,6 +197,7 @@ class WebServer:
         return not self._clients or self._clock.now_ns() - self._stop_ns > STOP_NS
 
     def _turn(self) -> None:
+        """All calls, then one newcomer."""
         boxes = self._boxes
         try:
             if boxes is not None:
@@ -206,6 +211,7 @@ class WebServer:
         now_ns = self._clock.now_ns()
         for number, client in list(self._clients.items()):
             self._look_after(number, client, now_ns)
+        self._door.turn()
 
     def _look_after(self, number: int, client: _Client, now_ns: int) -> None:
         call = client.call
@@ -324,7 +330,7 @@ class WebServer:
         address = request.remote or "?"
         if not self._connects.take(1, now_ns):
             return _busy(429, f"more than {CONNECTS_PER_S} connections a second")
-        if len(self._clients) >= self._options.most:
+        if self._addresses.total() >= self._options.most:
             return _busy(503, f"{self._options.most} connections are open")
         if self._addresses[address] >= self._options.most_per_address:
             return _busy(429, f"{self._options.most_per_address} are open from this address")
@@ -337,8 +343,11 @@ class WebServer:
         )
         self._addresses[address] += 1
         try:
-            await ws.prepare(request)
-            await self._hold(ws, request, address)
+            self._wake.set()
+            await self._door.enter()
+            with contextlib.suppress(ConnectionError):  # it has gone meanwhile
+                await ws.prepare(request)
+                await self._hold(ws, request, address)
         finally:
             self._addresses[address] -= 1
             if not self._addresses[address]:
@@ -392,13 +401,12 @@ class WebServer:
                 task.cancel()
             self._wake.set()
             ending, detail = call.ending or (Ending.OVER, "")
-            figures = msgspec.json.encode(call.figures()).decode()
             self._ended.say(
                 self._clock.now_ns(),
                 "call %d over: %s %s",
                 call.number,
                 ending.reason(detail),
-                figures,
+                _Shown(call),
             )
 
     async def _read(self, ws: web.WebSocketResponse, call: WebCall) -> None:
@@ -427,27 +435,25 @@ class WebServer:
         return None
 
     def _refuse_http(self, request: web.Request) -> web.Response | None:
-        """403 to pages of other sites, 401 to those who do not know the token."""
-        origin = request.headers.get("Origin")
-        if origin is not None and not may_call(origin, request.host, self._options.origins):
-            return web.Response(
-                status=403, text=f"pages of this origin may not call; allow it: --origin {origin}\n"
-            )
-        if self._options.token:
-            given = request.query.get("token", "")
-            bearer = request.headers.get("Authorization", "")
-            if bearer.startswith("Bearer "):
-                given = bearer.removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._options.token.encode()):
-                return web.Response(status=401, text="a token is needed: ?token=...\n")
-        return None
+        """What those get who may not use `/api/`."""
+        found = self._guard.refusal(request.headers, request.query.get("token", ""))
+        return None if found is None else web.Response(status=found[0], text=f"{found[1]}\n")
+
+    @web.middleware
+    async def _know_our_name(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if why := self._guard.wrong_name(request.headers):
+            return web.Response(status=421, text=f"{why}\n")
+        return await handler(request)
 
 
-def may_call(origin: str, host: str, origins: frozenset[str]) -> bool:
-    """Whether a page of ``origin`` may open a socket at ``host``: our own, or one allowed."""
-    if "*" in origins or origin in origins:
-        return True
-    return urlsplit(origin).netloc == host
+class _Shown:
+    """The figures of a call, reckoned if somebody reads them: calls may end by hundreds."""
+
+    def __init__(self, call: WebCall) -> None:
+        self._call = call
+
+    def __str__(self) -> str:
+        return msgspec.json.encode(self._call.figures()).decode()
 
 
 def read_facts(welcome: control.Welcome) -> tuple[Model, list[str]]:

@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pages from there may call too; * is any; may be repeated",
     )
     parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name this line goes by, besides this machine's; * is any; may be repeated",
+    )
+    parser.add_argument(
         "--most", type=int, default=256, metavar="N", help="connections at once (%(default)s)"
     )
     parser.add_argument(
@@ -119,6 +126,7 @@ def read_options(args: argparse.Namespace) -> "Options":
         static=args.static,
         token=token,
         origins=frozenset(args.origin),
+        hosts=frozenset(name.lower() for name in [*args.host, *own_names(args.listen)]),
         most=args.most,
         most_per_address=args.most_per_address,
     )
@@ -136,28 +144,22 @@ def read_listen(text: str) -> tuple[str, int]:
 async def _serve(
     options: "Options", boxes: Boxes, host: str, port: int, context: "ssl.SSLContext | None"
 ) -> int:
-    from aiohttp.web import AppRunner, TCPSite
-
     from appliance import log
     from appliance.lines.transcript import PiecesError
-    from appliance.lines.web_server import REQUEST_S, WebServer
+    from appliance.lines.web_server import WebServer
+    from appliance.lines.web_site import open_site
     from engines.bundle import BundleError
 
     log.set_up()
+    clock = MonotonicClock()
     try:
-        server = WebServer(options, boxes, MonotonicClock())
+        server = WebServer(options, boxes, clock)
     except (BundleError, PiecesError) as err:
         boxes.close()
         return _fail(str(err), 2)
-    runner = AppRunner(
-        server.app(), access_log=None, handler_cancellation=True, keepalive_timeout=REQUEST_S
-    )
-    await runner.setup()
     try:
-        site = TCPSite(runner, host, port, ssl_context=context)
-        await site.start()
+        runner = await open_site(server.app(), host, port, clock, context)
     except OSError as err:
-        await runner.cleanup()
         boxes.close()
         return _fail(f"{host}:{port} cannot be listened at: {err.strerror}. See --listen", 1)
     for said in announcement(boxes.welcome, runner.addresses[0][1], host, options, context):
@@ -209,6 +211,12 @@ def reachable(host: str) -> list[str]:
         probe.connect(("192.0.2.1", 9))
         found.insert(0, probe.getsockname()[0])
     return found
+
+
+def own_names(listen: str) -> list[str]:
+    """Names that browsers may know this line by, if it is told to listen there."""
+    machine = socket.gethostname()
+    return [read_listen(listen)[0], machine, f"{machine}.local", socket.getfqdn()]
 
 
 def _is_local(host: str) -> bool:

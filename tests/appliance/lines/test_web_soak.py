@@ -1,8 +1,8 @@
 """The websocket line under strangers, for minutes: `make soak`.
 
-The line is the real one in a process of its own, the box real but for an executor that echoes.
-Beside every storm one honest call goes on, and every one of its frames is looked for in the ledger;
-afterwards no lease is held, no connection open, and the line's memory where it was.
+Line and box are the real ones, each in a process of its own, but for an executor that echoes.
+Beside every storm one honest call goes on, and every one of its frames is looked for in the ledger:
+made, and heard; afterwards no lease is held, no connection open, the line's memory where it was.
 """
 
 import asyncio
@@ -19,44 +19,35 @@ import pytest
 import sphn
 from aiohttp import ClientError, ClientSession
 
-from appliance import ledger
+from appliance import ledger, report
 from appliance.clock import NS_PER_MS as MS
+from appliance.clock import MonotonicClock
+from appliance.frame_ring import Outcome
 from appliance.lines.web_call import WebCall
 from appliance.lines.web_client import OPUS, PCM, CallError, WebClient
 from appliance.lines.web_server import CLOSE_NS
 from appliance.lines.wire import Wish
+from bench.echo_box import Stand, stand
 from tests.appliance.lines.test_web_call import PIECES, WELCOME, start
-from tests.appliance.lines.test_web_server import Line
-from tests.appliance.test_box import Running, socket_path
+from tests.appliance.lines.test_web_server import real_time
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.clock]
 RATE_HZ = 24_000
 SPEECH = (0.2 * np.sin(np.arange(300 * RATE_HZ) / 9)).astype(np.float32)
 GROWTH_BYTES = 12 * 2**20
 """What a Python process may grow by in minutes without being said to leak: its arenas."""
-__all__ = ["socket_path"]  # a fixture
+CLOCK = MonotonicClock()
 
 
 @pytest.fixture
-def box(tmp_path: Path, socket_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path, socket_path, lambda batch: None, first_frame_s=2)
-    running.box.switchboard.foresight.look_at_time = False  # a busy machine refuses nobody
-    running.start()
-    yield running
-    running.box.drain()
-    running.join()
-    assert running.error is None
+def both() -> Iterator[Stand]:
+    """A box with two slots, and its line, before other programs where that may be had."""
+    with stand(slots=2, step_ms=5) as both, real_time(both.line):
+        yield both
 
 
-@pytest.fixture
-def line(box: Running) -> Iterator[Line]:
-    line = Line(box.config.control.socket, "--most-per-address", "250")
-    yield line
-    line.stop()
-
-
-def memory_bytes(line: Line) -> int:
-    return resident_bytes(line.process.pid)
+def memory_bytes(both: Stand) -> int:
+    return resident_bytes(both.line)
 
 
 def resident_bytes(process: int) -> int:
@@ -66,14 +57,22 @@ def resident_bytes(process: int) -> int:
     raise AssertionError("the process is gone")
 
 
-def sockets(line: Line) -> int:
-    found = Path(f"/proc/{line.process.pid}/fd").iterdir()
+def sockets(both: Stand) -> int:
+    found = Path(f"/proc/{both.line}/fd").iterdir()
     return sum("socket:" in str(fd.readlink()) for fd in found)
 
 
-async def beside_a_call(line: Line, storm: Callable[[], Awaitable[None]]) -> None:
+def wait_for(true: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if true():
+            return
+        CLOCK.sleep_until(CLOCK.now_ns() + 10 * MS)
+    raise AssertionError("it did not happen in time")
+
+
+async def beside_a_call(both: Stand, storm: Callable[[], Awaitable[None]]) -> None:
     """An honest call from before the storm until after it."""
-    async with await WebClient.connect(f"http://127.0.0.1:{line.port}") as call:
+    async with await WebClient.connect(f"http://127.0.0.1:{both.port}") as call:
         speaking = asyncio.create_task(call.say(SPEECH))
         listening = asyncio.create_task(_listen(call))
         await asyncio.sleep(2)
@@ -89,19 +88,20 @@ async def _listen(call: WebClient) -> None:
         pass
 
 
-def no_harm_was_done(box: Running, line: Line) -> None:
-    """All leases are back, and the first call has every frame of every tick it was in."""
-    box.wait_for(lambda: box.box.switchboard.sessions == 0)
-    assert box.box.switchboard._leases.held == 0
-    box.wait_for(lambda: sockets(line) <= 8)
-    summary = box.summary()
-    assert summary.unexplained == 0
-    calls = ledger.read_folder(box.config.ledger.folder)
+def no_harm_was_done(both: Stand) -> None:
+    """All leases are back, and the first call was given and heard every frame of every tick."""
+    wait_for(lambda: both.ask().leases_held == 0)
+    assert both.ask().sessions_live == 0
+    wait_for(lambda: sockets(both) <= 8)
+    calls = ledger.read_folder(both.ledger)
+    assert report.summarise(calls).unexplained == 0
     first = min(calls, key=lambda one: one.header.session)
     assert [int(tick["index"]) for tick in first.ticks] == list(range(len(first.ticks)))
-    # A frame is made, or its tick never ran because this machine was busy: no third thing.
-    flags = ledger.Flag.GENERATED.value | ledger.Flag.MISSED.value
-    assert ((first.ticks["flags"] & flags) != 0).all()
+    assert ((first.ticks["flags"] & ledger.Flag.GENERATED.value) != 0).all()
+    assert ((first.ticks["flags"] & ledger.Flag.MISSED.value) == 0).all()
+    outcomes = Counter(Outcome(int(receipt["outcome"])) for receipt in first.receipts)
+    assert outcomes[Outcome.FILLED] == 0, outcomes
+    assert outcomes[Outcome.LATE] == 0, outcomes
 
 
 async def abrupt(url: str, wait_s: float, data: list[bytes]) -> None:
@@ -137,53 +137,55 @@ def garbage(rng: np.random.Generator) -> list[bytes]:
     return choices[rng.integers(len(choices))]
 
 
-def test_five_hundred_connects_and_abrupt_ends(box: Running, line: Line) -> None:
+def test_five_hundred_connects_and_abrupt_ends(both: Stand) -> None:
     rng = np.random.default_rng(1)
     grew: list[int] = []
 
     async def storm() -> None:
         for round_ in range(60):
             await asyncio.gather(
-                *(abrupt(line.url, float(rng.random()) * 0.3, garbage(rng)) for _ in range(10)),
+                *(abrupt(both.url, float(rng.random()) * 0.3, garbage(rng)) for _ in range(10)),
                 return_exceptions=True,
             )
             await asyncio.sleep(0.3)  # 20 a second are let in
             if round_ in (20, 59):
-                grew.append(memory_bytes(line))
+                grew.append(memory_bytes(both))
 
-    asyncio.run(beside_a_call(line, storm))
+    asyncio.run(beside_a_call(both, storm))
     assert grew[1] - grew[0] < GROWTH_BYTES, grew
-    no_harm_was_done(box, line)
+    no_harm_was_done(both)
 
 
-def test_half_open_sockets_and_those_that_never_ask_are_closed(box: Running, line: Line) -> None:
+def test_half_open_sockets_and_those_that_never_ask_are_closed(both: Stand) -> None:
     async def storm() -> None:
         writers = []
         for number in range(200):
-            _, writer = await asyncio.open_connection("127.0.0.1", line.port)
-            part = (b"", b"GET / HT", b"GET /api/chat HTTP/1.1\r\nHost: x\r\n")[number % 3]
+            _, writer = await asyncio.open_connection("127.0.0.1", both.port)
+            part = (b"", b"GET / HT", b"GET /api/chat HTTP/1.1\r\nHost: 127.0.0.1\r\n")[number % 3]
             writer.write(part)
             writers.append(writer)
         await asyncio.sleep(1)
-        assert sockets(line) > 200
-        async with await WebClient.connect(f"http://127.0.0.1:{line.port}"):
+        assert sockets(both) > 200
+        async with await WebClient.connect(f"http://127.0.0.1:{both.port}"):
             pass  # there is room for others
         await asyncio.sleep(14)
-        assert sockets(line) < 16
+        assert sockets(both) < 16
         for writer in writers:
             writer.close()
 
-    asyncio.run(beside_a_call(line, storm))
-    no_harm_was_done(box, line)
+    asyncio.run(beside_a_call(both, storm))
+    no_harm_was_done(both)
 
 
-def test_a_peer_that_is_gone_without_a_word_is_noticed(box: Running, line: Line) -> None:
+def test_a_peer_that_is_gone_without_a_word_is_noticed(both: Stand) -> None:
     """Its sockets stay open and silent, as after a phone lost its network."""
 
     async def storm() -> None:
         key = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-        ask = f"GET /api/chat HTTP/1.1\r\nHost: x\r\n{key}Sec-WebSocket-Key: {'A' * 22}==\r\n\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
+        ask = (
+            f"GET /api/chat HTTP/1.1\r\nHost: [::1]\r\n{key}Sec-WebSocket-Key: {'A' * 22}==\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", both.port)
         writer.write(ask.encode())
         assert b"101" in await reader.readline()
         await asyncio.sleep(18)  # nothing is read or written: no pong either
@@ -192,11 +194,11 @@ def test_a_peer_that_is_gone_without_a_word_is_noticed(box: Running, line: Line)
                 pass
         writer.close()
 
-    asyncio.run(beside_a_call(line, storm))
-    no_harm_was_done(box, line)
+    asyncio.run(beside_a_call(both, storm))
+    no_harm_was_done(both)
 
 
-def test_slow_readers_are_cut_off_and_hold_nothing_back(box: Running, line: Line) -> None:
+def test_slow_readers_are_cut_off_and_hold_nothing_back(both: Stand) -> None:
     before: list[int] = []
 
     async def slow() -> None:
@@ -204,10 +206,12 @@ def test_slow_readers_are_cut_off_and_hold_nothing_back(box: Running, line: Line
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(connection, ("127.0.0.1", line.port))
+        await loop.sock_connect(connection, ("127.0.0.1", both.port))
         key = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
         key += f"Sec-WebSocket-Protocol: {PCM}\r\n"
-        ask = f"GET /api/chat HTTP/1.1\r\nHost: x\r\n{key}Sec-WebSocket-Key: {'A' * 22}==\r\n\r\n"
+        ask = (
+            f"GET /api/chat HTTP/1.1\r\nHost: [::1]\r\n{key}Sec-WebSocket-Key: {'A' * 22}==\r\n\r\n"
+        )
         await loop.sock_sendall(connection, ask.encode())
         # A frame of 80 ms of silence, masked with zeros: it speaks, and never reads.
         frame = bytes([0x82, 0xFE]) + (3841).to_bytes(2, "big") + bytes(4) + b"\x01" + bytes(3840)
@@ -220,23 +224,21 @@ def test_slow_readers_are_cut_off_and_hold_nothing_back(box: Running, line: Line
 
     async def storm() -> None:
         for _ in range(3):
-            before.append(memory_bytes(line))
+            before.append(memory_bytes(both))
             await slow()
 
-    asyncio.run(beside_a_call(line, storm))
+    asyncio.run(beside_a_call(both, storm))
     assert CLOSE_NS < 20e9
-    assert memory_bytes(line) - before[1] < GROWTH_BYTES
-    no_harm_was_done(box, line)
+    assert memory_bytes(both) - before[1] < GROWTH_BYTES
+    no_harm_was_done(both)
 
 
-def test_who_comes_back_within_a_tick_is_let_in_or_told_that_it_is_full(
-    box: Running, line: Line
-) -> None:
+def test_who_comes_back_within_a_tick_is_let_in_or_told_that_it_is_full(both: Stand) -> None:
     """With one slot left: the old session's must come back each time, and quickly."""
     came: Counter[str] = Counter()
 
     async def once() -> None:
-        url = f"http://127.0.0.1:{line.port}"
+        url = f"http://127.0.0.1:{both.port}"
         for _ in range(100):
             try:
                 async with await WebClient.connect(url, codec=OPUS) as call:
@@ -252,11 +254,11 @@ def test_who_comes_back_within_a_tick_is_let_in_or_told_that_it_is_full(
         for _ in range(40):
             await once()
 
-    asyncio.run(beside_a_call(line, storm))
+    asyncio.run(beside_a_call(both, storm))
     assert came["in"] == 40
     assert set(came) <= {"in", "full"}
     assert came["full"] < 40 * 20
-    no_harm_was_done(box, line)
+    no_harm_was_done(both)
 
 
 def test_a_hundred_thousand_fuzzed_messages_leave_nothing_behind() -> None:
@@ -291,12 +293,12 @@ def test_a_hundred_thousand_fuzzed_messages_leave_nothing_behind() -> None:
     assert sizes[-1] - sizes[0] < GROWTH_BYTES, sizes
 
 
-def test_calls_come_and_go_and_memory_stays(box: Running, line: Line) -> None:
+def test_calls_come_and_go_and_memory_stays(both: Stand) -> None:
     """Minutes of short calls, one after the other, two at once."""
     sizes: list[int] = []
 
     async def caller(number: int) -> None:
-        url = f"http://127.0.0.1:{line.port}"
+        url = f"http://127.0.0.1:{both.port}"
         held = 0
         while held < 40:
             try:
@@ -309,16 +311,17 @@ def test_calls_come_and_go_and_memory_stays(box: Running, line: Line) -> None:
                 continue
             held += 1
             if number == 0 and held in (14, 27, 40):
-                sizes.append(memory_bytes(line))
+                sizes.append(memory_bytes(both))
 
-    async def both() -> None:
+    async def together() -> None:
         await asyncio.gather(caller(0), caller(1))
 
-    asyncio.run(both())
-    box.wait_for(lambda: box.box.switchboard.sessions == 0)
+    asyncio.run(together())
+    wait_for(lambda: both.ask().leases_held == 0)
     assert sizes[-1] - sizes[0] < GROWTH_BYTES, sizes
-    box.wait_for(lambda: box.box.switchboard.calls_ended >= 80)
-    assert box.summary().unexplained == 0
+    calls = ledger.read_folder(both.ledger)
+    assert len(calls) >= 80
+    assert report.summarise(calls).unexplained == 0
 
 
 def test_a_call_that_is_never_answered_is_forgotten() -> None:

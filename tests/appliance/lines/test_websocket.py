@@ -19,7 +19,8 @@ from appliance import control
 from appliance.demonstration import BUNDLE
 from appliance.lines.limits import Bucket
 from appliance.lines.tls import KEPT_IN
-from appliance.lines.web_server import Options, may_call
+from appliance.lines.web_door import may_call
+from appliance.lines.web_server import Options
 from appliance.lines.websocket import (
     UsageError,
     add_arguments,
@@ -30,6 +31,8 @@ from appliance.lines.websocket import (
 )
 from tests.fakes_line import FakeBox
 from tests.web_clients import call
+
+pytestmark = pytest.mark.clock
 
 ROOT = Path(__file__).resolve().parents[3]
 
