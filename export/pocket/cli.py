@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     revive.add_argument("bundle", type=Path)
     revive.add_argument("out", type=Path)
     revive.add_argument("--bank", type=Path, required=True, help="what training will go on with")
+    callers = verbs.add_parser("callers", help="the demo's callers, by voices training never heard")
+    callers.add_argument("bank", type=Path, help="made with --held-out")
+    callers.add_argument("folder", type=Path)
     asked = parser.parse_args(argv)
     if asked.verb == "bank":
         from export.pocket import bank as banks
@@ -57,6 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 
         write(asked.bundle, asked.out, Stage(banks.read(asked.bank)).labels.count)
         say(f"{asked.out}: weights of {asked.bundle}; moments and heads begin anew")
+    if asked.verb == "callers":
+        from export.pocket import bank as banks
+        from export.pocket.callers import write as write_callers
+        from export.pocket.script import Stage
+
+        write_callers(Stage(banks.read(asked.bank)), asked.folder)
     return 0
 
 
