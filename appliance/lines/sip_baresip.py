@@ -144,7 +144,9 @@ class BaresipStack:
             await self._runtime.start(_settings(config, self._verbose))
             agents = []
             for account, theirs in accounts:
-                agent = await UserAgent.create(self._runtime, theirs, transfer_policy="reject")
+                agent = await UserAgent.create(
+                    self._runtime, _address_of_record(theirs), transfer_policy="reject"
+                )
                 self._agents[agent.handle] = account
                 agent.on_incoming(self._on_incoming)
                 agents.append((account, agent))
@@ -425,6 +427,12 @@ def _display_name(header: str) -> str:
     if name.startswith('"'):
         name = re.sub(r"\\(.)", r"\1", name[1:].rpartition('"')[0])
     return "".join(char for char in name if char.isprintable())[:100]
+
+
+def _address_of_record(account: Account) -> str:
+    """How the stack is told of it. With a transport in it, it answers 404 over any other, so of
+    UDP nothing is said; over TLS, what is meant to be secret shall not come in the clear."""
+    return account.aor().replace(";transport=udp", "", 1)
 
 
 def _password(path: Path) -> str:

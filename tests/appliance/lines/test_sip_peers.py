@@ -5,6 +5,8 @@ import os
 import random
 import re
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 from collections import Counter
@@ -249,11 +251,11 @@ def test_sipp_thousands_of_short_calls_leave_nothing_behind(tmp_path: Path) -> N
     calls = int(os.environ.get("DUPLEXBOX_CHURN", "5000"))
     extra = "calls_per_s = 1000\nmost = 60"
     with stub_box(tmp_path, 60) as socket, line(tmp_path, socket, extra) as running:
-        code, screen = sipp(tmp_path, running.port, calls // 5, 0.2, rate=30, at_once=50)
+        code, screen = sipp(tmp_path, running.port, calls // 5, 0.2, rate=40, at_once=50)
         assert code == 0, screen
         sleep(3)
         settled = used(running.worker())
-        code, screen = sipp(tmp_path, running.port, calls - calls // 5, 0.2, rate=30, at_once=50)
+        code, screen = sipp(tmp_path, running.port, calls - calls // 5, 0.2, rate=40, at_once=50)
         assert code == 0, screen
         sleep(3)
         after = used(running.worker())
@@ -506,6 +508,31 @@ def test_a_registrar_with_a_certificate_of_somebody_else_gets_no_password(tmp_pa
         with line(tmp_path, box.path, f'tls_ca = "{others}/authority.pem"', account) as running:
             running.wait("certificate verify failed")
             running.wait("account bot is not registered")
+
+
+def test_who_may_connects_to_us_over_tls_and_who_may_not_is_not_let_in(tmp_path: Path) -> None:
+    keys = certificate(tmp_path / "keys")
+    ours = tmp_path / "ours.pem"
+    ours.write_text((keys / "its.pem").read_text() + (keys / "its.key").read_text())
+    settings = f'tls_certificate = "{ours}"\nallow = ["127.0.0.1/32"]'
+    trust = ssl.create_default_context(cafile=str(keys / "authority.pem"))
+    with FakeBox(tmp_path) as box, line(tmp_path, box.path, settings) as running:
+        for transport in ("TCP", "TLS"):
+            port = running.port + (transport == "TLS")
+            with (
+                Phone("bot", port) as phone,
+                socket.create_connection(("127.0.0.1", port), 5) as plain,
+                trust.wrap_socket(plain, server_hostname="127.0.0.1")
+                if transport == "TLS"
+                else plain as connection,
+            ):
+                phone.sequence = 1
+                asked = phone.request("OPTIONS").replace(b"2.0/UDP", b"2.0/" + transport.encode())
+                connection.sendall(asked)
+                assert connection.recv(65_536).startswith(b"SIP/2.0 200 OK")
+        for port in (running.port, running.port + 1):
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), 0.5, ("127.0.0.7", 0))
 
 
 def test_a_wrong_password_is_said_and_tried_again(tmp_path: Path) -> None:
