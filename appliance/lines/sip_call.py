@@ -210,14 +210,18 @@ class PhoneCall:
             self.wants.append(Want(Verb.TRANSFER, target))
         return why
 
-    def transfer_ended(self, outcome: str, is_done: bool, now_ns: int) -> None:
-        """What became of it: the session ends with a transfer that is done, and no other."""
+    def transfer_ended(self, outcome: str, is_done: bool, now_ns: int) -> bool:
+        """What became of it: the session ends with a transfer that is done, and no other.
+
+        False: that is no news.
+        """
         if not self.sent_on.end(outcome, is_done=is_done):
-            return
+            return False
         if is_done:
             self.hang_up(f"transferred to {self.sent_on.target}", now_ns)
         elif self.state is State.OVER:  # there is nobody left to talk to
             self._release(now_ns)
+        return True
 
     def began_anew(self) -> None:
         """The box has reset the model: what it said before does not count."""

@@ -146,13 +146,6 @@ class SipServer:
         """How many are on, in any state."""
         return len(self._calls)
 
-    def call_with(self, call_id: str) -> PhoneCall | None:
-        """The call that the peer or we call so."""
-        for number, call in self._calls.items():
-            if call_id in (call.incoming.call_id, f"{number}"):
-                return call
-        return None
-
     # --- the stack
 
     def _hear(self, event: Event) -> None:
@@ -190,7 +183,8 @@ class SipServer:
                 self._transfer_ended(event, call, now_ns)
 
     def _transfer_ended(self, event: sip_stack.TransferEnded, call: PhoneCall, now_ns: int) -> None:
-        call.transfer_ended(event.why, event.is_done, now_ns)
+        if not call.transfer_ended(event.why, event.is_done, now_ns):
+            return
         self._tell_operator(call)
         what = "transferred" if event.is_done else "not transferred"
         logger.info("call %d %s to %s: %s", call.number, what, call.sent_on.target, event.why)
@@ -295,21 +289,20 @@ class SipServer:
 
     def _finish(self, number: int, call: PhoneCall) -> None:
         row = self._write_down(number, call)
-        del self._calls[number], self._rows[number]
-        self._operators.discard(number)
-        self._legs.pop(call.incoming.leg, None)
         figures = msgspec.json.encode(call.figures()).decode()
-        now_ns = self._clock.now_ns()
-        self._ended.say(now_ns, "call %d over: %s %s", number, call.why, figures)
-        self._say(
+        self._ended.say(self._clock.now_ns(), "call %d over: %s %s", number, call.why, figures)
+        self._tell_hook(
             "ended",
-            call,
-            why=call.why,
+            row,
+            why=row.why,
             talked_ms=row.talked_ms,
             recording=row.recording,
             transfer_to=row.transfer_to,
             transfer=row.transfer,
         )
+        del self._calls[number], self._rows[number]
+        self._operators.discard(number)
+        self._legs.pop(call.incoming.leg, None)
 
     def _has_stopped(self) -> bool:
         return self._stop_ns is not None and not self._calls
@@ -409,33 +402,24 @@ class SipServer:
         if row is None:
             return
         path = str(recorded.path) if recorded.seconds else ""
-        done = msgspec.structs.replace(
-            row, recording=path, recorded_ms=round(recorded.seconds * 1000)
-        )
-        self._records.write(done)
+        seconds = round(recorded.seconds, 3)
+        row = msgspec.structs.replace(row, recording=path, recorded_ms=round(seconds * 1000))
+        self._records.write(row)
+        self._tell_hook("recorded", row, recording=path, seconds=seconds, trouble=recorded.trouble)
+
+    def _say(self, what: str, call: PhoneCall, **more: object) -> None:
+        row = msgspec.structs.replace(self._rows[call.number], session=call.session)
+        self._tell_hook(what, row, **more)
+
+    def _tell_hook(self, what: str, row: Row, **more: object) -> None:
         self._hook(
             {
-                "event": "recorded",
+                "event": what,
                 "call": row.id,
                 "account": row.account,
                 "caller": row.caller,
                 "call_id": row.call_id,
                 "session": row.session,
-                "recording": path,
-                "seconds": round(recorded.seconds, 3),
-                "trouble": recorded.trouble,
-            }
-        )
-
-    def _say(self, what: str, call: PhoneCall, **more: object) -> None:
-        self._hook(
-            {
-                "event": what,
-                "call": f"{self._run_id}-{call.number}",
-                "account": call.account.user,
-                "caller": call.incoming.caller,
-                "call_id": call.incoming.call_id,
-                "session": call.session,
                 **more,
             }
         )

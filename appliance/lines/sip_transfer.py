@@ -95,8 +95,11 @@ class Transfer:
         return why
 
     def end(self, outcome: str, *, is_done: bool) -> bool:
-        """What became of it. False: none was under way."""
-        if not self.is_under_way:
+        """What became of it. False: none was under way.
+
+        Somebody may answer after it was given up: then the caller is there all the same.
+        """
+        if not self.target or self.is_done or (self.outcome and not is_done):
             return False
         self.outcome, self.is_done = outcome or "no reason was given", is_done
         return True

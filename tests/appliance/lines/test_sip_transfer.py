@@ -78,5 +78,15 @@ def test_an_outcome_without_a_transfer_is_nobodys() -> None:
     assert sent_on.ask("sip:desk@pbx.example", "key 0", ALLOWED) == ""
     assert sent_on.end("", is_done=False)
     assert sent_on.outcome == "no reason was given"
-    assert not sent_on.end("answered", is_done=True)
-    assert not sent_on.is_done
+    assert not sent_on.end("486 Busy Here", is_done=False)
+    assert sent_on.outcome == "no reason was given"
+
+
+def test_an_answer_that_comes_late_is_one() -> None:
+    sent_on = Transfer()
+    assert sent_on.ask("sip:desk@pbx.example", "key 0", ALLOWED) == ""
+    assert sent_on.end("no transfer outcome within 60 s", is_done=False)
+    assert sent_on.end("answered", is_done=True)
+    assert (sent_on.outcome, sent_on.is_done) == ("answered", True)
+    assert not sent_on.end("the call ended", is_done=False)
+    assert sent_on.is_done
