@@ -148,9 +148,13 @@ class Coder:
 
         self.manifest = opened.manifest
         self.stages = {s.name: s for s in opened.manifest.stages if s.graph}
+        options = ort.SessionOptions()
+        options.log_severity_level = 3  # rings are copied here, and it would say so every time
         self.sessions = {
             name: ort.InferenceSession(
-                str(opened.file(self.stages[name].graph)), providers=["CPUExecutionProvider"]
+                str(opened.file(self.stages[name].graph)),
+                options,
+                providers=["CPUExecutionProvider"],
             )
             for name in ("mimi_encode", "mimi_decode")
         }
