@@ -7,9 +7,11 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+import soundfile as sf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance import cli
 from appliance.admission import Reason
 from appliance.clock import NS_PER_MS
 from appliance.lines.chan_websocket import (
@@ -148,13 +150,17 @@ def test_an_asterisk_that_does_not_read_is_noticed() -> None:
     assert call.is_stuck
 
 
+def words(folder: Path) -> tuple[str, ...]:
+    return "--end-key", "#", "--persona", "You are Ann.", "--record", str(folder / "tapes")
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """A line's port, and the folder of its records."""
     folder = tmp_path_factory.mktemp("line")
     with (
         FakeBox(folder) as box,
-        line(folder, box.path, "--end-key", "#", verb="chan-websocket") as port,
+        line(folder, box.path, *words(folder), verb="chan-websocket") as port,
     ):
         yield port, folder
 
@@ -214,6 +220,8 @@ def test_a_call_over_a_websocket_there_and_back(
     assert said == ends
     assert snr_db(voice, np.frombuffer(audio, "<i2").astype(np.int16)) > 12
     assert (row.line, row.digits, row.why) == ("chan-websocket", "#", "key #")
+    assert sf.info(row.recording).channels == 2
+    assert sf.info(row.recording).duration == pytest.approx(row.talked_ms / 1000, abs=0.6)
     assert (row.caller, row.name, row.call_id) == (
         "+4930",
         "Ann",
@@ -247,3 +255,21 @@ def test_who_is_refused_or_is_no_asterisk_is_hung_up_on(tmp_path: Path) -> None:
         (row,) = ended(tmp_path)
     assert row.why.startswith("refused (memory)")
     assert "c(slin16)n" in (tmp_path / "line.log").read_text()
+
+
+@pytest.mark.parametrize("verb", ["audiosocket", "chan-websocket"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--end-key", "x"], "--end-key x: expected one of 0123456789ABCD*#"),
+        (["--end-words", "..."], "holds no word"),
+        (["--announce", "a.wav"], "for calls that are recorded: --record FOLDER"),
+        (["--listen", "10.0.0.5:9093"], "would answer whoever reaches it"),
+        (["--allow", "10.0.0.1/24"], "has host bits set"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_its_reason(
+    verb: str, wrong: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, "--socket", "no.sock", "--records", "no.sqlite", *wrong]) == 2
+    assert says in capsys.readouterr().err
