@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from appliance import control, demonstration, ledger, report
@@ -15,6 +17,7 @@ from appliance.admission import Forecast, Reason
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import MonotonicClock
 from appliance.lines.boxes import Boxes, News
+from appliance.lines.synthetic import SyntheticReport
 from appliance.step_model import StepModel
 from tests.appliance.test_box import DEADLINE_S, Running, spend
 
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.clock
 
 ROOT = Path(__file__).parents[3]
 CLOCK = MonotonicClock()
+ATTEMPTS = 3
 
 
 class House:
@@ -133,44 +137,85 @@ def test_no_box_in_a_folder_is_said_in_a_sentence(sockets: Path) -> None:
 
 @pytest.mark.slow
 def test_one_engine_lost_costs_only_its_own_sessions(tmp_path: Path, sockets: Path) -> None:
-    """Two engine processes on the demo's bundle, four callers in real time, one kill -9."""
-    engines = [serve(tmp_path, sockets, name) for name in ("a", "b")]
+    """Two engine processes on the demo's bundle, four callers in real time, one kill -9.
+
+    A busy machine may let fewer in, or shed one, and says so; whoever was in is accounted for.
+    """
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        if killed := lose_one(folder, sockets):
+            break
+    else:
+        pytest.fail(
+            f"in {ATTEMPTS} attempts an engine had no time for anybody: a very busy machine"
+        )
+    lost, kept = (
+        Counter(s.ended for s in report.summarise(ledger.read_folder(folder / name, [])).sessions)
+        for name in ("a", "b")
+    )
+    told = msgspec.json.decode((folder / "callers.json").read_bytes(), type=list[SyntheticReport])
+    outcomes = Counter(caller.ended for caller in told)
+    # What the lost one wrote up to then can be read, and says that it has no end.
+    assert lost["unfinished"] == killed >= 1
+    assert set(lost) <= {"unfinished", "shed"}
+    # The other engine's calls, each of them: whole, accounted for, and of full length.
+    assert set(kept) <= {"finished", "shed"}
+    summary = report.summarise(ledger.read_folder(folder / "b"))
+    assert summary.unexplained == 0
+    assert max(s.due for s in summary.sessions) >= 75
+    # And every caller was told just that.
+    assert outcomes["finished"] == kept["finished"] >= 1
+    assert outcomes["shed"] == lost["shed"] + kept["shed"]
+    assert outcomes["refused"] == len(told) - lost.total() - kept.total()
+    broken = set(outcomes) - {"finished", "shed", "refused"}
+    assert all("the box closed the connection" in why or "broke" in why for why in broken), broken
+    assert sum(outcomes[why] for why in broken) == killed
+
+
+def lose_one(folder: Path, sockets: Path) -> int:
+    """Kill engine a while it holds calls, and so does b; how many it held. 0: one held none."""
+    engines = [serve(folder, sockets, name) for name in ("a", "b")]
     callers = subprocess.Popen(
         [
             *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
             *(str(path) for path in demonstration.script().callers),
-            *("--socket", str(sockets), "--out", str(tmp_path / "callers.json")),
+            *("--socket", str(sockets), "--out", str(folder / "callers.json")),
             *("--count", "4", "--talk", "6", "--stagger", "0.3", "--jitter-ms", "0", "--loss", "0"),
         ],
         cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
+        stderr=subprocess.DEVNULL,
     )
+    killed = 0
     try:
-        wait_for_calls(tmp_path, {"a": 2, "b": 2})
-        spend(1.5)  # all four talk
-        engines[0].send_signal(signal.SIGKILL)
-        _, said = callers.communicate(timeout=60)
-        assert callers.returncode == 1
+        if both_have_calls(folder, callers):
+            spend(1.5)  # all have asked by now, and those who were let in talk
+            engines[0].send_signal(signal.SIGKILL)
+            engines[0].wait(DEADLINE_S)
+            found = report.summarise(ledger.read_folder(folder / "a", []))
+            killed = sum(s.ended == "unfinished" for s in found.sessions)
+            assert callers.wait(60) == 1
     finally:
         for process in (callers, *engines):
             process.terminate()
             process.wait(DEADLINE_S)
-            assert process.stderr is not None
-            process.stderr.close()
-    # On a machine that is very busy the engine that is left may have to shed; it says so.
-    assert said.count(": finished") + said.count(": shed") == 2
-    assert said.count("the box closed the connection") + said.count("broke") == 2
-    # The other engine's two calls: whole, accounted for, and of full length.
-    kept = report.summarise(ledger.read_folder(tmp_path / "b"))
-    assert {s.ended for s in kept.sessions} <= {"finished", "shed"}
-    assert (kept.unexplained, len(kept.sessions)) == (0, 2)
-    assert max(s.due for s in kept.sessions) >= 75
-    # What the lost one wrote up to then can be read, and says that it has no end.
-    lost = report.summarise(ledger.read_folder(tmp_path / "a", []))
-    assert [s.ended for s in lost.sessions] == ["unfinished"] * 2
-    for name in Path("/dev/shm").glob(f"dbx-{engines[0].pid}-*"):
-        name.unlink()  # what a killed process could not
+        for engine in engines:
+            assert engine.stderr is not None
+            engine.stderr.close()
+        for name in Path("/dev/shm").glob(f"dbx-{engines[0].pid}-*"):
+            name.unlink()  # what a killed process could not
+    return killed
+
+
+def both_have_calls(folder: Path, callers: "subprocess.Popen[bytes]") -> bool:
+    """False: the callers are done, or nobody else is let in in time."""
+    for _ in range(int(DEADLINE_S / 0.05)):
+        if all(any((folder / name).glob("*.call")) for name in ("a", "b")):
+            return True
+        if callers.poll() is not None:
+            return False
+        spend(0.05)
+    return False
 
 
 def serve(
@@ -197,14 +242,6 @@ def serve(
         if "ready: slots=4" in line:
             return process
     raise AssertionError(said)
-
-
-def wait_for_calls(folder: Path, wanted: dict[str, int]) -> None:
-    for _ in range(int(DEADLINE_S / 0.05)):
-        if all(len(list((folder / n).glob("*.call"))) == count for n, count in wanted.items()):
-            return
-        spend(0.05)
-    raise AssertionError({n: len(list((folder / n).glob("*.call"))) for n in wanted})
 
 
 def test_a_lost_box_tells_its_own_calls_and_the_rest_go_on(house: House, boxes: Boxes) -> None:
