@@ -185,6 +185,7 @@ def lose_one(folder: Path, sockets: Path) -> int:
         ],
         cwd=ROOT,
         stderr=subprocess.DEVNULL,
+        text=True,
     )
     killed = 0
     try:
@@ -207,7 +208,7 @@ def lose_one(folder: Path, sockets: Path) -> int:
     return killed
 
 
-def both_have_calls(folder: Path, callers: "subprocess.Popen[bytes]") -> bool:
+def both_have_calls(folder: Path, callers: "subprocess.Popen[str]") -> bool:
     """False: the callers are done, or nobody else is let in in time."""
     for _ in range(int(DEADLINE_S / 0.05)):
         if all(any((folder / name).glob("*.call")) for name in ("a", "b")):
