@@ -102,14 +102,16 @@ def test_a_prompt_fed_on_a_gpu_is_taken_up_as_on_the_cpu(
         np.random.default_rng(3).normal(size=(3, WIDE.lm.dimension)).astype(np.float32),
     )
 
-    def listen(executor: OrtExecutor | CudaExecutor, most: int) -> list[np.ndarray]:
+    def listen(
+        executor: OrtExecutor | CudaExecutor, most: int, ticks: int = TICKS
+    ) -> list[np.ndarray]:
         """Session 0 talks while two others are fed, in turns; one of them is then seated."""
         primer = executor.primer()
         executor.join(0, GREEDY)
         heard, fed = [], {3: 0, 2: 0}
         for slot in fed:
             primer.clear(slot)
-        for tick, frame in enumerate(pcm):
+        for tick, frame in enumerate(pcm[:ticks]):
             batch = 1
             slot = 3 - tick % 2
             left = prompt.shared_rows - fed[slot]
@@ -144,10 +146,12 @@ def test_a_prompt_fed_on_a_gpu_is_taken_up_as_on_the_cpu(
             else TensorrtExecutor(planned, 4, EAGER, beside_kernels=kernels)
         )
         assert executor.layout.has_places
-        found = listen(executor, 7 if kernels is None else 25)
-        for tick, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        ticks = TICKS if kernels is None else 32
+        found = listen(executor, 7 if kernels is None else 25, ticks)
+        for tick, (ours, theirs) in enumerate(zip(found, expected, strict=False)):
             np.testing.assert_array_equal(ours, theirs, f"at {tick}")
-        assert executor.arena.age(1) == 40 + TICKS - 20
+        assert len(found) == ticks
+        assert executor.arena.age(1) == 40 + ticks - 20
         executor.close()
         assert driver.held == {}
         if kernels is None:
