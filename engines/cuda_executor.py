@@ -30,17 +30,19 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines import cuda, ring_stage
-from engines.bundle import Bundle, BundleError, Dtype, StageSpec
+from engines.bundle import Bundle, BundleError, StageSpec
 from engines.cuda import CudaFailed, DevicePtr
 from engines.cuda_memory import HostArray, OutOfPages, page_bytes
+from engines.cuda_sessions import CudaSessions
+from engines.cuda_sessions import open_device as open_device  # also for who tests what starts
 from engines.cuda_state import CudaState
 from engines.executor import MemoryUse, NoRoom, check_setting
-from engines.gpu import NotReady, check_fits, check_room, hold_gpu
+from engines.gpu import check_fits, check_room, hold_gpu
 from engines.gpu import open_gpu as open_gpu  # also for `tensorrt_executor`
 from engines.kernel_stages import KernelStages, plan_kernels
 from engines.kernels.tick import NoiseCall, TickKernels
 from engines.layout import plan_layout
-from engines.ort_executor import STORAGE, StageFailed, check_ports
+from engines.ort_executor import StageFailed
 from engines.program import Buffer, Step, plan_program
 from engines.ring_launch import RingLauncher
 from engines.tick_graph import Part, TickGraphs, run_eagerly
@@ -48,9 +50,6 @@ from engines.tick_graph import Part, TickGraphs, run_eagerly
 if TYPE_CHECKING:
     from engines.cuda_prefill import CudaPrimer
 
-PROVIDER = "CUDAExecutionProvider"
-MEMORY = "cuda"
-"""What ONNX Runtime calls the device that holds all bound tensors."""
 LOOK_TICKS = 12
 """How often free memory is looked at: about once a second."""
 KEEP_FREE_BYTES = 256 << 20
@@ -158,8 +157,6 @@ class CudaExecutor:
         self._by_kernels = {stage.name for stage in plan.stages}
         self._ports()
         self._open_stages()
-        self._run_options = ort.RunOptions()
-        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self.device.synchronize()
         self._graphs = TickGraphs(self.stream, self.kind)
         self._closing.callback(self._graphs.close)
@@ -398,42 +395,21 @@ class CudaExecutor:
 
     def _open_stages(self) -> None:
         """Load every graph that no kernel stands in for; `tensorrt_executor` loads plans."""
-        stages = [s for s in self.bundle.manifest.stages if s.name not in self._by_kernels]
-        self._sessions = {stage.name: self.load(stage) for stage in stages if stage.graph}
-        self._closing.callback(self._sessions.clear)
+        self._sessions = CudaSessions(
+            self.bundle,
+            self.gpu,
+            self.stream,
+            ordinal=self.options.ordinal,
+            provider=self.options.provider or {},
+        )
+        self._closing.callback(self._sessions.close)
+        self._sessions.open(
+            stage for stage in self.bundle.manifest.stages if stage.name not in self._by_kernels
+        )
 
     def load(self, stage: StageSpec) -> ort.InferenceSession:
         """A session of one graph on this GPU. Raises `BundleError`."""
-        settings = ort.SessionOptions()
-        settings.log_severity_level = 3
-        # A stage that falls back to the CPU would wait for the device in the middle of a tick.
-        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-        provider = {
-            "device_id": str(self.options.ordinal),
-            "use_tf32": "0",
-            "user_compute_stream": str(int(self.stream.handle)),
-            # Trying algorithms out picks by luck, so that two boxes would differ in bits.
-            "cudnn_conv_algo_search": "HEURISTIC",
-            "cudnn_conv1d_pad_to_nc1d": "1",  # 21.7 ms a tick instead of 23.5 at 64 (LOG.md)
-            "arena_extend_strategy": "kSameAsRequested",
-        } | dict(self.options.provider or {})
-        path = self.bundle.file(stage.graph)
-        try:
-            session = ort.InferenceSession(str(path), settings, providers=[(PROVIDER, provider)])
-        except Exception as err:  # ONNX Runtime raises a dozen unrelated classes
-            reason = str(err).splitlines()[0]
-            if "default CPU EP" in reason:
-                reason = (
-                    "it has operators without a CUDA kernel (older exports "
-                    "wrote Elu). Build the bundle again: duplexbox export build --help"
-                )
-            raise BundleError(
-                f"{path}: ONNX Runtime {ort.__version__} cannot load stage {stage.name} on "
-                f"{self.device.name}: {reason}"
-            ) from err
-        check_ports(session, path, stage)
-        return session
+        return self._sessions.load(stage)
 
     def _prepare(self, batch: int) -> None:
         """Bind ``batch``, and capture it unless ticks run eagerly."""
@@ -483,34 +459,4 @@ class CudaExecutor:
 
     def _bind_graph(self, step: Step, batch: int) -> Callable[[], None]:
         """What enqueues a stage that is a graph, for exactly ``batch`` sessions."""
-        session, run_options = self._sessions[step.stage.name], self._run_options
-        binding = session.io_binding()
-        for bind, side in ((binding.bind_input, step.inputs), (binding.bind_output, step.outputs)):
-            for bound in side:
-                tensor = bound.tensor
-                bind(
-                    tensor.name,
-                    MEMORY,
-                    self.options.ordinal,
-                    _element(tensor.dtype),
-                    (batch, *tensor.row_shape),
-                    int(self._address(bound.buffer)),
-                )
-        return lambda: session.run_with_iobinding(binding, run_options)
-
-
-def open_device(ordinal: int) -> cuda.Device:
-    """The GPU, with everything around it checked. Raises `NotReady` with the remedy."""
-    if PROVIDER not in ort.get_available_providers():
-        raise NotReady(
-            f"onnxruntime {ort.__version__} has no {PROVIDER}. Install the GPU build: "
-            f"pip uninstall onnxruntime && pip install 'duplexbox[cuda]'"
-        )
-    device = open_gpu(ordinal)
-    ort.preload_dlls()
-    return device
-
-
-def _element(dtype: Dtype) -> int:
-    """ONNX TensorProto.DataType of a dtype."""
-    return STORAGE[dtype][1]
+        return self._sessions.bind(step, batch, self._address)

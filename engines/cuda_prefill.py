@@ -211,7 +211,7 @@ class CudaPrimer(CudaParking):
                 at += nbytes
 
     def _ring(self, name: str, slot: int) -> tuple[str, int, int]:
-        from engines.cuda_executor import MEMORY
+        from engines.cuda_sessions import MEMORY
 
         return MEMORY, self._executor.options.ordinal, int(self._whole[name])
 

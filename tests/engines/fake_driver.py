@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines import cuda, cuda_executor, gpu, kernel_stages, ort_executor, ring_launch
+from engines import (
+    cuda,
+    cuda_executor,
+    cuda_sessions,
+    gpu,
+    kernel_stages,
+    ort_executor,
+    ring_launch,
+)
 from engines.bundle import StageSpec
 from engines.kernels import ring_reference
 from engines.kernels.ring_attention import CacheType, RingParams, RingShape
@@ -325,11 +333,11 @@ def install(
     """
     driver = FakeDriver(total_bytes)
 
-    def load(executor: cuda_executor.CudaExecutor, stage: StageSpec) -> object:
-        return ort_executor.load_stage(executor.bundle, stage)
+    def load(sessions: cuda_sessions.CudaSessions, stage: StageSpec) -> object:
+        return ort_executor.load_stage(sessions.bundle, stage)
 
     monkeypatch.setattr(cuda, "_driver", driver)
-    monkeypatch.setattr(cuda_executor, "MEMORY", "cpu")
+    monkeypatch.setattr(cuda_sessions, "MEMORY", "cpu")
     monkeypatch.setattr(gpu, "WORKSPACE_BYTES", 0)
     monkeypatch.setattr(cuda_executor, "KEEP_FREE_BYTES", 0)
     if real_opening:
@@ -341,5 +349,5 @@ def install(
     from tests.engines import fake_kernels  # it reads this file's memory
 
     monkeypatch.setattr(kernel_stages, "kinds", lambda: fake_kernels.KINDS)
-    monkeypatch.setattr(cuda_executor.CudaExecutor, "load", load)
+    monkeypatch.setattr(cuda_sessions.CudaSessions, "load", load)
     return driver
