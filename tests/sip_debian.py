@@ -7,6 +7,7 @@ All on the loopback, in a folder the test gives. What is missing fails its test 
 """
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -122,7 +123,16 @@ def sipp(
     scenario.write_text(text)
     command = [
         *(program("sipp"), "-s", "bot", "-sf", str(scenario), f"127.0.0.1:{port}"),
-        *("-i", "127.0.0.1", "-mi", "127.0.0.1", "-p", str(free_port()), "-mp", "40000"),
+        *(
+            "-i",
+            "127.0.0.1",
+            "-mi",
+            "127.0.0.1",
+            "-p",
+            str(free_port()),
+            "-mp",
+            str(random.randrange(40_000, 60_000, 400)),
+        ),
         *("-m", str(calls), "-l", str(at_once or calls), "-r", str(rate), "-nostdin"),
         *(["-lost", str(lost)] if lost else []),
     ]
@@ -130,7 +140,7 @@ def sipp(
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    return done.returncode, done.stdout[-3_000:]
+    return done.returncode, done.stderr[-2_000:] + done.stdout[-3_000:]
 
 
 # --- baresip
