@@ -93,7 +93,7 @@ def check_prompt(executor: "CudaExecutor", primer: "CudaPrimer") -> Found:
         if golden.stage == spec.prefill.name:
             _check_prefill(executor, primer, golden, regions, found)
         elif golden.stage == spec.opening.name:
-            recorded = read(bundle, golden)
+            recorded = _read(bundle, golden.file)
             answer = Answer(_asked(executor), spec.opening, golden, found)
             rows = [
                 primer.answer(
@@ -123,7 +123,7 @@ def _check_prefill(
     found: Found,
 ) -> None:
     """Rows of one session's prompt, behind as many as its age."""
-    recorded, stage, (age,) = read(executor.bundle, golden), primer.spec.prefill, golden.ages
+    recorded, stage, (age,) = _read(executor.bundle, golden.file), primer.spec.prefill, golden.ages
     given = {
         t.name: packed(recorded[f"in.{t.name}"], t.dtype)
         for t in stage.inputs
@@ -149,7 +149,7 @@ def _check_stage(
     executor: "CudaExecutor", step: Step, spec: GoldenSpec, budget: _Budget, found: Found
 ) -> None:
     bundle, stage = executor.bundle, step.stage
-    recorded = read(bundle, spec)
+    recorded = _read(bundle, spec.file)
     regions = {region.name: region for region in bundle.manifest.regions}
     drawn = [
         regions[tensor.name]
@@ -270,12 +270,8 @@ class _State:
         yield from self._state.row_spans(region.name, slot, first, rows)
 
 
-def read(bundle: Bundle, spec: GoldenSpec) -> dict[str, Array]:
-    """What was recorded of a stage, by "in." or "out." and the tensor's name."""
-    return _read(bundle, spec.file)
-
-
 def _read(bundle: Bundle, name: str) -> dict[str, Array]:
+    """What was recorded: of a stage by "in." or "out." and the tensor's name."""
     path = bundle.file(name)
     try:
         held, _ = tensor_file.decode(memoryview(path.read_bytes()))
