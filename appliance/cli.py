@@ -375,8 +375,9 @@ def run_demo(args: argparse.Namespace) -> int:
 
     out: Path = args.out or Path("out") / f"demo-{wall_stamp()}"
     try:
-        script = demonstration.script()
-        bundle = bundles.read(args.bundle or demonstration.BUNDLE)
+        folder = args.bundle or demonstration.BUNDLE
+        script = demonstration.script(folder)
+        bundle = bundles.read(folder)
         slots = min(bundle.manifest.largest_batch, len(script.callers) + 1)
         executor = OrtExecutor(bundle, slots)
         return demonstration.run_demo(executor, script, out, _say, _progress_line())

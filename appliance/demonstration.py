@@ -35,7 +35,12 @@ from engines.bundle import Bundle
 from engines.executor import Executor
 
 DATA = Path(__file__).parent / "demo"
+POCKET = DATA / "pocket"
+"""The trained model of a front desk (`docs/pocket.md`): what a newcomer talks to."""
 BUNDLE = DATA / "bundle"
+"""A small untrained model: what tests and measurements run."""
+SAID = ".said.txt"
+"""Behind a recording's name: what its caller says, and when."""
 
 Say = Callable[[str], None]
 
@@ -48,19 +53,24 @@ class Script:
     """WAV files of any format."""
     stagger_s: float = 2
     hangs_up: tuple[int, float] = (3, 10.4)
-    """A caller, from 1, and when it hangs up: in mid-sentence, its audio is longer."""
+    """A caller, from 1, and when it hangs up: its audio is longer."""
 
 
 class DemoFailed(RuntimeError):
     """The demo could not be held at all; its text names the log that says why."""
 
 
-def script() -> Script:
-    """The three callers of `make demo`. Raises `DemoFailed` when the installation lacks them."""
-    found = sorted(DATA.glob("caller_*.wav"))
+def script(bundle: Path) -> Script:
+    """The three callers of `make demo`: of the front desk, or for any other model.
+
+    Raises `DemoFailed` when the installation lacks them.
+    """
+    is_desk = bundle == POCKET
+    folder = DATA / "desk" if is_desk else DATA
+    found = sorted(folder.glob("caller_*.wav"))
     if len(found) < 3:
-        raise DemoFailed(f"{DATA} holds {len(found)} of 3 recordings; reinstall duplexbox")
-    return Script(tuple(found[:3]))
+        raise DemoFailed(f"{folder} holds {len(found)} of 3 recordings; reinstall duplexbox")
+    return Script(tuple(found[:3]), hangs_up=(3, 15.4) if is_desk else (3, 10.4))
 
 
 def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: Say) -> int:
@@ -108,6 +118,8 @@ def run_demo(executor: Executor, script: Script, out: Path, say: Say, progress: 
         calls = []
     if not calls:
         raise DemoFailed(f"nobody called: {_last_line(out / 'calls.log')}")
+    for line in conversations(script.callers, out):
+        say(line)
     return _conclude(bundle, calls, len(script.callers), lines.exit_code, out, say)
 
 
@@ -145,6 +157,29 @@ def _progress_line(seconds: float, counts: TickCounts) -> str:
         f"{counts.margin_ns / 1e6:5.1f} ms, worst {counts.worst_margin_ns / 1e6:5.1f} ms   "
         f"late {counts.late}   missed {counts.missed}"
     )
+
+
+def conversations(callers: tuple[Path, ...], out: Path) -> list[str]:
+    """What both sides of every call said, as far as it is written down."""
+    lines = []
+    for number, wav in enumerate(callers, 1):
+        known = wav.parent / f"{wav.stem}{SAID}"
+        heard = out / f"{number:02}-{wav.stem}.txt"
+        if known.is_file() and heard.is_file():
+            lines += ["", f"{wav.stem}:", *conversation(known.read_text(), heard.read_text())]
+    return lines
+
+
+def conversation(caller: str, model: str) -> list[str]:
+    """Two transcripts of lines such as ``  1.2 s  hello`` as one, by time. Pure."""
+    sides = (("caller", caller), ("model", model))
+    lines = [
+        (float(line.split()[0]), f"  {line.partition(' s  ')[0]} s  {who:>6}  {words}")
+        for who, text in sides
+        for line in text.splitlines()
+        if (words := line.partition(" s  ")[2])
+    ]
+    return [line for _, line in sorted(lines)]
 
 
 def _conclude(

@@ -11,6 +11,7 @@ import random
 from pathlib import Path
 
 import soundfile
+import soxr
 import torch
 
 from export.pocket.mix import Mixer
@@ -61,10 +62,9 @@ def write(stage: Stage, folder: Path) -> None:
     for name, (voice, line, said) in CALLERS.items():
         call = _call(stage, voice, line, said)
         sound = mixer.calls([call], torch.Generator().manual_seed(0))[0, CALLER].numpy()
-        rate = RATE_HZ
-        if line.telephone:
-            sound, rate = sound[::3], RATE_HZ // 3  # nothing above 4 kHz is left in it
-        soundfile.write(folder / f"{name}.wav", sound, rate, subtype="PCM_16")
+        rate_hz = 8_000 if line.telephone else 16_000
+        sound = soxr.resample(sound, RATE_HZ, rate_hz)
+        soundfile.write(folder / f"{name}.wav", sound, rate_hz, subtype="PCM_16")
         lines = (f"{at_s:5.1f} s  {_text(chunks)}\n" for at_s, chunks in said)
         (folder / f"{name}.said.txt").write_text("".join(lines), encoding="utf-8")
 

@@ -110,10 +110,35 @@ def test_a_folder_that_cannot_be_made_is_said_before_anybody_calls(
 
 
 def test_the_demos_own_callers_talk_for_more_than_ten_seconds() -> None:
-    script = demonstration.script()
+    script = demonstration.script(demonstration.BUNDLE)
     assert len(script.callers) == 3
     for path in script.callers:
         assert soundfile.info(path).duration > 10
     who, seconds = script.hangs_up
     assert 10 <= seconds < soundfile.info(script.callers[who - 1]).duration
     assert script.stagger_s == 2
+
+
+def test_the_front_desk_s_callers_say_numbers_interrupt_and_pause() -> None:
+    script = demonstration.script(demonstration.POCKET)
+    said = [
+        (path.parent / f"{path.stem}{demonstration.SAID}").read_text() for path in script.callers
+    ]
+    assert len(said) == 3
+    assert any("four seven one" in text for text in said)
+    assert any("stop" in text for text in said)
+    who, seconds = script.hangs_up
+    assert 10 <= seconds < soundfile.info(script.callers[who - 1]).duration
+
+
+def test_both_sides_of_a_call_are_shown_in_the_order_they_spoke() -> None:
+    caller = "  3.6 s  my number is four\n  9.2 s  yes\n"
+    model = "  0.5 s  hello front desk\n  5.1 s  four is that right\n 12.0 s  goodbye\n"
+    assert demonstration.conversation(caller, model) == [
+        "    0.5 s   model  hello front desk",
+        "    3.6 s  caller  my number is four",
+        "    5.1 s   model  four is that right",
+        "    9.2 s  caller  yes",
+        "   12.0 s   model  goodbye",
+    ]
+    assert demonstration.conversation("", "") == []
