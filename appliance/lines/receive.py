@@ -21,6 +21,7 @@ between two bounds around `SPARE_NS`; between them nothing is stretched, so that
 reaches the model sample by sample.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -154,7 +155,7 @@ class ReceiveBuffer:
         clean = pcm
         with np.errstate(over="ignore", invalid="ignore"):
             energy = float(pcm @ pcm)
-        if not np.isfinite(energy):
+        if not math.isfinite(energy):
             clean = np.where(np.abs(pcm) <= 1.0, pcm, np.float32(0.0))
             energy = float(clean @ clean)
         self._sizes.append(clean.size)
@@ -170,7 +171,7 @@ class ReceiveBuffer:
         if self._repeated:
             clean = self._join(clean)
         self._append(clean)
-        self._listen(float(np.sqrt(energy / clean.size)), clean.size)
+        self._listen(math.sqrt(energy / clean.size), clean.size)
         # The stream's own pace, and a twentieth of what this arrival was off by.
         self._due_ns += (first_ns - self._due_ns) // 20 + self._in_ns(clean.size)
         self._last_ns = now_ns

@@ -256,6 +256,8 @@ class SipServer:
         if self._stop_ns is not None and now_ns >= self._stop_ns:
             for call in self._calls.values():
                 call.hang_up("this line stops", now_ns)
+        for call in self._calls.values():
+            call.hear(self._clock.now_ns())
         try:
             if boxes is not None:
                 for news in boxes.deal(self._calls):

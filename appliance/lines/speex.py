@@ -25,6 +25,9 @@ STEP_PPM = 25
 
 SCALE = 1_000_000
 
+FIRST_SAMPLES = 2_048
+"""What may be pushed at once before buffers are made anew."""
+
 
 class Stretches(Protocol):
     """One stream of mono float32."""
@@ -90,6 +93,8 @@ class SpeexStretcher:
         self._ppm = 0
         self._read = ctypes.c_uint32()
         self._written = ctypes.c_uint32()
+        self._process = library.speex_resampler_process_float
+        self._make_room(FIRST_SAMPLES)
 
     def push(self, pcm: NDArray[np.float32], ppm: float) -> NDArray[np.float32]:
         wanted = round(ppm / STEP_PPM) * STEP_PPM
@@ -99,16 +104,23 @@ class SpeexStretcher:
             if wanted:
                 down, up = down * SCALE, up * (SCALE + wanted)
             self._library.speex_resampler_set_rate_frac(self._state, down, up, *self._rates)
-        audio = np.ascontiguousarray(pcm, np.float32)
-        room = math.ceil(audio.size * self._rates[1] / self._rates[0] * 1.02) + 64
-        out = np.empty(room, np.float32)
-        self._read.value, self._written.value = audio.size, room
-        self._library.speex_resampler_process_float(
+        if pcm.size > self._in.size:
+            self._make_room(pcm.size)
+        self._in[: pcm.size] = pcm
+        self._read.value, self._written.value = pcm.size, self._out.size
+        self._process(*self._arguments)
+        return self._out[: self._written.value].copy()
+
+    def _make_room(self, samples: int) -> None:
+        """For so many at once. To name a buffer to the library costs as much as to fill it."""
+        room = math.ceil(samples * self._rates[1] / self._rates[0] * 1.02) + 64
+        self._in = np.empty(samples, np.float32)
+        self._out = np.empty(room, np.float32)
+        self._arguments = (
             self._state,
-            0,
-            audio.ctypes.data,
+            ctypes.c_uint32(0),
+            ctypes.c_void_p(self._in.ctypes.data),
             ctypes.byref(self._read),
-            out.ctypes.data,
+            ctypes.c_void_p(self._out.ctypes.data),
             ctypes.byref(self._written),
         )
-        return out[: self._written.value]
