@@ -411,7 +411,7 @@ class PhoneCall:
         words = self._extras.words
         for header, _ in speaking.send(now_ns):
             if words is not None:
-                words.hear(header.text, now_ns)
+                words.hear(header.text, now_ns, self._hearing.spoke_ns)
             if (arrived_ns := self._hearing.arrived_ns(header.heard)) is not None:
                 self._took.arrived_to_queued.append(now_ns - arrived_ns)
         speaking.settle()
@@ -421,7 +421,8 @@ class PhoneCall:
     def _mind_words(self, now_ns: int) -> None:
         """Do what the model's words mean, once it has been heard out."""
         words = self._extras.words
-        if words is not None and (meant := words.due(now_ns)) is not None:
+        spoke_ns = self._hearing.spoke_ns
+        if words is not None and (meant := words.due(now_ns, spoke_ns)) is not None:
             self._obey(meant.what, f'words "{meant.phrase}"', now_ns)
 
     def _obey(self, what: str, by: str, now_ns: int) -> None:

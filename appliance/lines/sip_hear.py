@@ -21,6 +21,9 @@ LEAD_NS = 20 * NS_PER_MS
 """How long before a tick its frame is handed in: what this process may be late by, and what it
 needs for all calls' frames."""
 
+LOUD = 0.01
+"""Of full scale: -40 dB. A telephone's voice is well above it, and most rooms below."""
+
 READ_NS = 10 * NS_PER_MS
 """How often audio is looked for: half a packet, so that a hole is found where it is."""
 
@@ -50,6 +53,8 @@ class Hearing:
         self.paid_back = 0
         self.heard_ns = now_ns
         """When something last came of the caller."""
+        self.spoke_ns = 0
+        """When that was last loud enough for a voice."""
         self._rate_hz = rate_hz
         self._media = media
         self._took = took
@@ -94,6 +99,8 @@ class Hearing:
             self._in = (rate_hz, stretcher(rate_hz, self._rate_hz))
         audio = pcm.astype(np.float32) / np.float32(32_768)
         self._arrived_ns = now_ns
+        if float(audio @ audio) > LOUD * LOUD * audio.size:
+            self.spoke_ns = now_ns
         take_ns = self._take_ns(grid)
         self.receive.push(self._in[1].push(audio, self.receive.ppm), now_ns, take_ns)
 

@@ -87,6 +87,8 @@ class Rig:
         self.frame = 0
         self.is_gone = False
         self.talks = True
+        self.level = 1000
+        """Of the caller's audio: a voice's."""
         self.step_ns = 5 * NS_PER_MS
         self.skip: Callable[[int], bool] = lambda frame: False
         self.token: Callable[[int], int] = lambda frame: 0
@@ -110,7 +112,7 @@ class Rig:
             if self.now_ns % (2 * TURN_NS) < TURN_NS:
                 self.media.send_packet()
                 if self.talks:
-                    self.media.incoming.append(np.full(160, 1000, np.int16))
+                    self.media.incoming.append(np.full(160, self.level, np.int16))
             self._box()
             self.turn()
             while (receipt := self.channel.receipts.get()) is not None:
@@ -359,6 +361,7 @@ def saying(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         words = Words({"Goodbye": what}, Says.PIECES, (0,), 1500 * NS_PER_MS)
         rig = Rig(tmp_path, SipAccount(user="bot"), Extras(words))
         rig.token = says
+        rig.level = 30  # the caller is quiet, as a room is
         made.append(rig)
         return rig
 
@@ -382,6 +385,19 @@ def test_the_models_goodbye_ends_the_call_once_it_has_been_heard(
     rig.call.closed("we hung up", {}, rig.now_ns)
     rig.gone()
     assert rig.said[-1] == control.Leave(1, 'words "Goodbye"')
+
+
+def test_a_caller_who_still_talks_is_heard_out(saying: Callable[..., Rig]) -> None:
+    rig = saying("hang-up", Says(25, 2, 3))
+    rig.level = 1000
+    rig.answer()
+    rig.run(6.0)
+    assert rig.wants == []
+    rig.level = 30
+    rig.run(1.3)
+    assert rig.wants == []
+    rig.run(0.5)
+    assert rig.wants == [Want(Verb.HANG_UP)]
 
 
 def test_a_model_that_talks_on_did_not_mean_to_end(saying: Callable[..., Rig]) -> None:
