@@ -449,6 +449,7 @@ class PhoneCall:
         self.why = self.why or why
         if self.state in (State.TALKING, State.ANSWERING):
             self.state = State.LEAVING
+            self.ended_ns = now_ns  # what the box takes to say goodbye is nobody's call
             self._until_ns = now_ns + SETTLE_NS
             self._to_box.append(control.Leave(self.session, self.why[:200]))
             if self._speaking is not None:
@@ -480,4 +481,4 @@ class PhoneCall:
             self._channel.close()
             self._channel = None
         self.state = State.OVER
-        self.ended_ns = now_ns
+        self.ended_ns = self.ended_ns or now_ns
