@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engines import bundle
 
 if TYPE_CHECKING:
-    from engines import bench
+    from engines import bench, cuda_executor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--plot", type=Path, metavar="SVG", help="draw tick time over the batch")
     bench.set_defaults(run=run_bench)
 
+    check = verbs.add_parser("check", help="hold a GPU to the bundle's golden data")
+    check.add_argument("bundle", type=Path)
+    check.add_argument(
+        "--executor",
+        choices=("cuda", "tensorrt"),
+        default="cuda",
+        help="what runs the stages (default: %(default)s)",
+    )
+    check.add_argument(
+        "--beside-kernels",
+        action="store_true",
+        help="tensorrt: kernels of ours where the bundle names them, plans for the rest",
+    )
+    check.add_argument("--no-hashes", action="store_true", help="trust the bundle's files")
+    check.set_defaults(run=run_check)
+
     shown = verbs.add_parser("show", help="plans of a bundle, and which of them run here")
     shown.add_argument("bundle", type=Path)
     shown.add_argument("--no-hashes", action="store_true", help="trust the plans' files")
@@ -56,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown.set_defaults(run=run_show)
 
     args = parser.parse_args(argv)
+    if getattr(args, "beside_kernels", False) and args.executor != "tensorrt":
+        parser.error("--beside-kernels goes with --executor tensorrt")
     try:
         code: int = args.run(args)
     except (bundle.BundleError, ValueError) as err:
@@ -68,8 +86,6 @@ def run_bench(args: argparse.Namespace) -> int:
     from engines import bench, bench_peer, bench_plot
 
     batches, fills = batch_list(args.batches), fill_list(args.fill)
-    if args.beside_kernels and args.executor != "tensorrt":
-        raise ValueError("--beside-kernels goes with --executor tensorrt")
     if args.ticks < 1:
         raise ValueError(f"--ticks {args.ticks}: at least 1 tick must run")
     opened = bundle.read(args.bundle, hashes=not args.no_hashes)
@@ -98,6 +114,25 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.plot:
         period_us = opened.manifest.timing.period_ns / 1e3
         args.plot.write_text(bench_plot.plot(timings, loads, period_us, title))
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """As a box does at its start, with as many slots as golden data has sessions."""
+    from engines import cuda_executor, parity
+
+    opened = bundle.read(args.bundle, hashes=not args.no_hashes)
+    if not opened.manifest.golden:
+        raise ValueError(f"{opened.path} carries no golden data: nothing to compare with")
+    sessions = max(len(spec.ages) for spec in opened.manifest.golden)
+    slots = min(sessions, opened.manifest.largest_batch)
+    executor = _gpu_executor(args, opened, slots, cuda_executor.CudaOptions())
+    try:
+        print(f"{executor.gpu} through {executor.runs_on}: {parity.check(executor)}", flush=True)
+        if opened.manifest.prompt is not None:
+            print(f"prompts: {parity.check_prompt(executor, executor.primer())}")
+    finally:
+        executor.close()
     return 0
 
 
@@ -142,15 +177,7 @@ def _open_executor(
 
     rate = gpu.copy_rate()
     options = cuda_executor.CudaOptions(batches=batches, graphs=not args.eager)
-    if args.executor == "tensorrt":
-        from engines.tensorrt_executor import TensorrtExecutor
-
-        beside = args.beside_kernels
-        executor: cuda_executor.CudaExecutor = TensorrtExecutor(
-            opened, max(batches), options, beside_kernels=beside
-        )
-    else:
-        executor = cuda_executor.CudaExecutor(opened, max(batches), options)
+    executor = _gpu_executor(args, opened, max(batches), options)
     memory = executor.memory()
     how = "eager" if args.eager else f"graphs of {executor.nodes(max(batches))} nodes"
     about = (
@@ -158,6 +185,21 @@ def _open_executor(
         f"{memory.device_used / 1e9:.1f} GB used after start-up"
     )
     return executor, about, rate
+
+
+def _gpu_executor(
+    args: argparse.Namespace,
+    opened: bundle.Bundle,
+    slots: int,
+    options: "cuda_executor.CudaOptions",
+) -> "cuda_executor.CudaExecutor":
+    if args.executor == "tensorrt":
+        from engines.tensorrt_executor import TensorrtExecutor
+
+        return TensorrtExecutor(opened, slots, options, beside_kernels=args.beside_kernels)
+    from engines.cuda_executor import CudaExecutor
+
+    return CudaExecutor(opened, slots, options)
 
 
 def _floor(load: "bench.Load") -> str:

@@ -15,13 +15,13 @@ import pytest
 
 from appliance.config import EngineConfig
 from appliance.engine import open_engine
-from engines import bundle, cuda, cuda_executor, parity
+from engines import answers, bundle, cli, cuda, cuda_executor, parity
 from engines.answers import ParityFailed, packed, unpacked
 from engines.bundle import NEXT, Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.kernels import lm_reference
 from engines.program import Bound, plan_program
-from tests.engines import fake_driver
+from tests.engines import fake_driver, toy
 from tests.engines.fake_driver import FakeDriver
 
 DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
@@ -254,6 +254,31 @@ def test_a_box_whose_gpu_computes_something_else_does_not_open(
     """The call's ticks leave nothing behind here, which is as wrong as can be."""
     with pytest.raises(ParityFailed, match=r"the recorded call of .* goes otherwise on Fake GPU"):
         open_engine(demo, box)
+
+
+def test_the_command_says_what_was_found_and_fails_where_it_differs(
+    demo: Bundle,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cuda_executor.CudaExecutor, "_prepare", lambda *_: None)
+    monkeypatch.setattr(parity, "_check_call", lambda *_: None)  # it replays graphs
+    assert cli.main(["check", str(DEMO), "--no-hashes"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Fake GPU through ONNX Runtime CUDA: 4 stages answer as recorded, 4 at")
+    monkeypatch.setitem(answers.TOLERANCE, "float32", 1e-15)
+    assert cli.main(["check", str(DEMO), "--no-hashes"]) == 1
+    assert "stage mimi_encode does not answer on Fake GPU" in capsys.readouterr().err
+    assert driver.held == {}
+
+
+def test_a_bundle_without_golden_data_cannot_be_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = toy.write_toy(tmp_path / "toy").path
+    assert cli.main(["check", str(path)]) == 1
+    assert "carries no golden data: nothing to compare with" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
