@@ -1,6 +1,7 @@
 """Callers whom an Asterisk hands over by websocket: its messages, and calls over real sockets."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from appliance.lines.chan_websocket import (
 from appliance.lines.sip_stack import Format
 from tests.appliance.lines.test_audiosocket import ended, line
 from tests.appliance.lines.test_sip import snr_db, speech
+from tests.appliance.lines.test_sip_peers import print_figures, stub_box, used
 from tests.fakes import FakeClock
 from tests.fakes_line import FakeBox, Trouble
 
@@ -273,3 +275,63 @@ def test_what_cannot_be_meant_is_refused_with_its_reason(
 ) -> None:
     assert cli.main([verb, "--socket", "no.sock", "--records", "no.sqlite", *wrong]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_many_callers_by_websocket_and_what_they_cost(tmp_path: Path) -> None:
+    """20 calls of 20 s at 24 kHz; DUPLEXBOX_CALLS and DUPLEXBOX_CALL_S for others."""
+    calls = int(os.environ.get("DUPLEXBOX_CALLS", "20"))
+    seconds = float(os.environ.get("DUPLEXBOX_CALL_S", "20"))
+    packet = np.random.default_rng(1).integers(-99, 99, 480, np.int16).tobytes()
+    heard = [0] * calls
+
+    async def call(session: aiohttp.ClientSession, port: int, number: int) -> None:
+        async with session.ws_connect(f"http://127.0.0.1:{port}/?caller={number}") as socket:
+            await socket.send_str(START.replace("slin", "slin24").replace("320", "960"))
+            loop = asyncio.get_running_loop()
+
+            async def listen() -> None:
+                async for message in socket:
+                    if message.type is aiohttp.WSMsgType.BINARY:
+                        heard[number] += len(message.data)
+
+            listening = asyncio.create_task(listen())
+            due = loop.time()
+            end = due + seconds
+            while due < end:
+                await socket.send_bytes(packet)
+                due += 0.02
+                await asyncio.sleep(max(0.0, due - loop.time()))
+            listening.cancel()
+
+    async def all_of_them(port: int) -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await asyncio.gather(*(call(session, port, number) for number in range(calls)))
+
+    with (
+        stub_box(tmp_path, calls) as box,
+        line(tmp_path, box, verb="chan-websocket") as port,
+    ):
+        (pid,) = [
+            int(found.parent.name)
+            for found in Path("/proc").glob("[0-9]*/cmdline")
+            if f"127.0.0.1:{port}".encode() in found.read_bytes()
+        ]
+        before = used(pid)
+        asyncio.run(all_of_them(port))
+        share = (used(pid).cpu_s - before.cpu_s) / seconds
+        rows = ended(tmp_path)
+    whole = sum(row.whole for row in rows) / sum(row.frames for row in rows)
+    print_figures(
+        f"{calls} calls of {seconds:g} s by websocket",
+        cpu_of_one_core=round(share, 3),
+        frames_whole=round(whole, 4),
+        delivered=sum(row.delivered for row in rows),
+        not_delivered=sum(row.late + row.filled for row in rows),
+        heard_s=(min(heard) / 48_000, max(heard) / 48_000),
+    )
+    assert len(rows) == calls
+    assert {row.why for row in rows} == {"hung up"}
+    assert min(heard) / 48_000 > seconds - 1.5
+    assert whole > 0.9
