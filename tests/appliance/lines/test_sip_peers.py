@@ -241,7 +241,7 @@ def test_sipp_many_calls_at_once(tmp_path: Path) -> None:
     assert {row.why for row in rows} == {"the caller hung up"}
     assert len(gaps) == calls
     assert np.percentile(every, 99.9) <= 25
-    assert max(off) <= 1.5
+    assert max(off) <= 1.125  # a frame, and the 10 ms at which calls are looked after
     assert all(row.rx_packets > seconds * 45 for row in rows)
     assert all(row.tx_packets > seconds * 45 for row in rows)
 
