@@ -81,7 +81,8 @@ soak: $(DEV_STAMP)
 	$(call say,soak: the long runs)
 	@$(PYTEST) -m 'soak and not gpu and not web and not peers' $(PYTEST_ARGS)
 
-# Its peers: apt-get install --no-install-recommends sip-tester baresip-core kamailio libspeexdsp1
+# Its peers: apt-get install --no-install-recommends sip-tester baresip-core kamailio \
+#            kamailio-tls-modules tcpdump libspeexdsp1
 test-lines: $(DEV_STAMP)
 	$(call say,telephones and proxies from Debian call the telephone line: about 15 minutes)
 	@$(PYTEST) -m peers -s $(PYTEST_ARGS)
