@@ -99,9 +99,9 @@ def simulated(world: web_simulated.World, kind: Kind, seconds: float, calls: int
     found = Measured()
     for seed in range(calls):
         caller = Caller(kind, seconds, seed)
-        figures, start_ms = web_simulated.hold(caller, world, seed)
-        caller.settle(start_ms, found)
-        found.figures.append(msgspec.to_builtins(figures))
+        held = web_simulated.hold(caller, world, seed)
+        caller.settle(held.start_ms, found)
+        found.figures.append(msgspec.to_builtins(held.figures))
     return found
 
 

@@ -59,7 +59,7 @@ class OurPage(Player):
 
     def __init__(self) -> None:
         super().__init__()
-        self._spare_ms = 15.0
+        self._spare_ms = 20.0
         self._until_ms = 0.0
         """When all that came will have been played."""
         self._lefts: list[float] = []
@@ -169,8 +169,18 @@ class Found:
 class Caller:
     """One call."""
 
-    def __init__(self, kind: Kind, seconds: float, seed: int) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        seconds: float,
+        seed: int,
+        said: NDArray[np.float32] | None = None,
+        clock_ppm: float = 0.0,
+    ) -> None:
+        """said: something else than clicks. clock_ppm: by how much its sound card is too fast."""
         pcm, self._clicks = speech(seconds, np.random.default_rng(seed))
+        pcm = pcm if said is None else said
+        self._tempo = 1 + clock_ppm / 1e6
         self.kind = kind
         self.payloads = _written(kind, pcm)
         """Of the blocks, in their order."""
@@ -180,7 +190,7 @@ class Caller:
 
     def due_ms(self, index: int) -> float:
         """When block ``index`` has been collected, in ms after the first of its samples is said."""
-        return (index + 1) * self.kind.block_ms
+        return (index + 1) * self.kind.block_ms / self._tempo
 
     def hear(self, message: bytes, now_ms: float) -> None:
         """A message came."""

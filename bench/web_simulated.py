@@ -84,8 +84,20 @@ class _Line:
         return at_ms
 
 
-def hold(caller: Caller, world: World, seed: int) -> tuple[Figures, float]:
-    """One call, said and heard to its end; what the line knows of it, and when speech began."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What came of one call."""
+
+    figures: Figures
+    """What the line knows of it."""
+    start_ms: float
+    """When speech began."""
+    heard: NDArray[np.float32]
+    """What the model was given, frame by frame; zeros where nothing was."""
+
+
+def hold(caller: Caller, world: World, seed: int) -> Held:
+    """One call, said and heard to its end."""
     channel = Channel.create(f"dbx-simulated-{id(caller)}-{next(_names)}", SAMPLES)
     try:
         return _Call(caller, world, seed, channel).run()
@@ -106,6 +118,7 @@ class _Call:
         self._order = itertools.count()
         self._sent_ms = 0.0
         self._made = 0
+        self._heard: list[NDArray[np.float32]] = []
         self._before = np.zeros(SAMPLES, np.float32)
         welcome = control.Welcome(
             version=control.PROTOCOL,
@@ -128,7 +141,7 @@ class _Call:
         admitted = control.Admitted(1, SESSION, GENERATION, channel.name, 16, 64, 256)
         self._call.admitted(admitted, 0, welcome.t0_ns)
 
-    def run(self) -> tuple[Figures, float]:
+    def run(self) -> Held:
         start_ms = 5.0
         came_ms = 0.0
         for index, payload in enumerate(self._caller.payloads):
@@ -147,7 +160,7 @@ class _Call:
                 self._at(runs_ms, do, by_line=True)
                 continue
             do(now_ms)
-        return self._call.figures(), start_ms
+        return Held(self._call.figures(), start_ms, np.concatenate(self._heard))
 
     def _at(self, ms: float, do: Callable[[float], None], *, by_line: bool = False) -> None:
         heapq.heappush(self._events, (ms, next(self._order), by_line, do))
@@ -190,6 +203,7 @@ class _Call:
             heard=-1 if got is None else got.frame_index,
         )
         self._made += 1
+        self._heard.append(pcm)
         frame, self._before = self._before, pcm
         self._at(now_ms + took_ms, lambda _: self._put(header, frame))
 

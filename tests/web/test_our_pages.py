@@ -183,6 +183,7 @@ def test_a_page_says_why_and_comes_back_by_itself(tmp_path: Path) -> None:
     async def run(made: Stand) -> None:
         async with browser("chromium", tmp_path) as page:
             words = "document.getElementById('state').textContent"
+            await page.size(*SIZES["1280"])
             await talk(page, made.url)
             await page.run(TALK)
             await until(page, f"{STATE} === 'over'", 10)

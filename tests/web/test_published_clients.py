@@ -5,6 +5,9 @@ The page is built from its source, and `make test-web MOSHI_PAGE=...` says where
     git clone https://github.com/kyutai-labs/moshi out/moshi
     npm --prefix out/moshi/client ci && npm --prefix out/moshi/client run build
     make test-web MOSHI_PAGE=out/moshi/client/dist
+
+`moshi.client` runs in the environment of the tests, or with the interpreter that MOSHI_PYTHON
+names: one of an environment of its own, with `moshi` 0.2.13 and `soundfile` in it.
 """
 
 import asyncio
@@ -32,7 +35,7 @@ def test_the_command_line_client_holds_a_call_of_a_minute(tmp_path: Path) -> Non
         port = made.url.rpartition(":")[2]
         ran = subprocess.run(
             [
-                *(sys.executable, "-m", "tests.moshi_client"),
+                *(os.environ.get("MOSHI_PYTHON", sys.executable), "-m", "tests.moshi_client"),
                 *(str(SPEECH), str(tmp_path / "heard.wav"), "60"),
                 *("--host", "127.0.0.1", "--port", port),
             ],

@@ -160,6 +160,7 @@ export class Sound {
   }
   close() {
     this.end();
+    this.onLevel = () => {}; // what is still on its way would stay on the meters
     this.stream?.getTracks().forEach((track) => { track.onended = null; track.stop(); });
     if (this.context && this.context.state !== "closed") this.context.close();
   }

@@ -58,6 +58,7 @@ function rest() {
   sound?.close();
   sound = null;
   at("again").hidden = true;
+  shown.you = shown.them = 0;
   level("you", 0);
   level("them", 0);
 }
@@ -128,7 +129,7 @@ setInterval(() => {
 
 // --- what is shown of it
 
-let paragraph = null, lastWord = 0;
+let paragraph = null, lastWord = 0, paragraphAt = 0;
 function line(words, kind) {
   at("transcript").querySelector(".empty")?.remove();
   const made = html("p", { class: kind }, words);
@@ -139,7 +140,10 @@ function line(words, kind) {
 }
 function said(words) {
   const now = performance.now();
-  if (!paragraph || now - lastWord > 2000) {
+  // After a pause; and who talks without one gets a time to find it by, at a word's beginning.
+  const long = now - paragraphAt > 20_000 && words.startsWith(" ");
+  if (!paragraph || now - lastWord > 2000 || long) {
+    paragraphAt = now;
     const s = Math.floor((now - began) / 1000);
     paragraph = line("", "words");
     paragraph.append(html("time", {}, `${Math.floor(s / 60)}:${String(s % 60).padStart(2, "0")}`), html("span"));

@@ -47,6 +47,9 @@ class Resample {
   }
 }
 
+/** Ms that playout holds back at least: what a page's own threads are late by now and then. */
+const LEAST_SPARE = 20;
+
 const level = (samples) => {
   let peak = 0;
   for (const s of samples) if (Math.abs(s) > peak) peak = Math.abs(s);
@@ -91,7 +94,7 @@ class Playout extends AudioWorkletProcessor {
     this.rate = options.processorOptions.rate;
     this.base = this.rate / sampleRate;
     this.resample = new Resample(this.base);
-    this.spare = 15;
+    this.spare = LEAST_SPARE;
     this.playing = false;
     this.startAt = 0; // currentTime from which the first samples are played
     this.lefts = [];
@@ -120,7 +123,7 @@ class Playout extends AudioWorkletProcessor {
         this.lefts = [];
         this.cuts++;
       }
-      if (++this.calm > 250 && this.spare > 15) { this.spare -= 1; this.calm = 0; }
+      if (++this.calm > 250 && this.spare > LEAST_SPARE) { this.spare -= 1; this.calm = 0; }
     } else if (!this.startAt) this.startAt = currentTime + this.spare / 1000;
     this.resample.push(samples);
     this.came = currentTime;
