@@ -119,7 +119,7 @@ class TickLoop:
     _scratch: NDArray[np.float32] = field(init=False)
     _finite: NDArray[np.bool_] = field(init=False)
     _steps_ns: list[int] = field(init=False)
-    _full_frames: int = field(init=False)
+    full_frames: int = field(init=False)
     """Age at which a session's state is at full retention."""
     _beat_tick: int = 0
     _done_ns: int = 0
@@ -134,7 +134,7 @@ class TickLoop:
         self._scratch = np.zeros_like(self._rows_in[0])
         self._finite = np.ones((slots, len(self._scratch)), np.bool_)
         self._steps_ns = [self.grid.period_ns // 2] * RECENT_STEPS
-        self._full_frames = max(1, self.executor.bundle.manifest.ticks_until_full())
+        self.full_frames = max(1, self.executor.bundle.manifest.ticks_until_full())
 
     def run(self) -> None:
         """Tick until told to stop. Whatever `turn` raises ends the process."""
@@ -348,7 +348,7 @@ class TickLoop:
         counts.late_run = counts.late_run + 1 if margin_ns < 0 else 0
         counts.steps += 1
         done_ns = self.clock.now_ns()
-        full = self._full_frames
+        full = self.full_frames
         aged = sum([min(seat.age, full) for seat in seats])
         began_ns = max(self.grid.start_ns(tick), self._done_ns)
         counts.slow_run = counts.slow_run + 1 if done_ns - began_ns > self.grid.period_ns else 0

@@ -114,8 +114,14 @@ class Armed(Notify):
         self._executor, self._ages = executor, ages
 
     def ready(self, status: str) -> None:
-        if self.box is not None and (found := self.box.switchboard.foresight.forecast()):
+        assert self.box is not None
+        sight = self.box.switchboard.foresight
+        kept, sight.look_at_time = sight.look_at_time, True
+        if found := sight.forecast():
             self.forecast_ns = found.tick_ns(len(self._ages))
+        sight.look_at_time = kept
+        if all(self._ages):
+            self.box.loop.full_frames = 1  # whoever joins is full, and forecasts must know
         make_old(self._executor, self._ages)
         print(f"ready: {status}", flush=True)
 
