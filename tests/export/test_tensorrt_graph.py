@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from engines import bundle
+from engines import bundle, plans
 from engines.bundle import Bundle
 from engines.plans import WeightsForm
 from export import tensorrt_graph, to_onnx
@@ -109,3 +109,18 @@ def test_what_counts_as_large_lies_on_a_page_of_its_own() -> None:
 
 def test_every_dtype_of_a_bundle_can_be_a_weight() -> None:
     assert set(tensorrt_graph.DTYPES.values()) == set(bundle.ITEMSIZE)
+
+
+@pytest.mark.torch
+def test_a_prompts_graphs_take_every_weight_from_where_the_tick_does(
+    persona_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a box that feeds prompts by plans has the language model once."""
+    monkeypatch.setattr(tensorrt_graph, "LARGE_BYTES", 1)
+    places: dict[str, set[tuple[str, int, int]]] = {}
+    for stage in plans.graph_stages(persona_bundle.manifest):
+        weights = prepare(persona_bundle.path, stage.graph, "inputs").weights
+        places[stage.name] = {(w.file, w.offset_bytes, w.bytes) for w in weights}
+    prompt = places.pop("temporal_prefill"), places.pop("opening")
+    assert min(len(found) for found in prompt) > 5
+    assert set().union(*prompt) <= set().union(*places.values())
