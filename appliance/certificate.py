@@ -6,11 +6,10 @@ unexplained. A session that failed is not left out: it stays in the table and in
 and the measurement says no. Frames that the callers lost, or brought too late for their tick, are
 concealed and counted, and are the callers' own.
 
-It also plans the search: which number of sessions to try next. It does not run anything
-(`certify`) and does not draw (`certificate_page`).
+It does not run anything (`certify`) and does not draw (`certificate_page`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,6 +20,9 @@ from appliance.lines.synthetic import SyntheticReport
 from appliance.report import SessionReport, Summary, TickReport
 
 FORMAT = 2
+
+FALL = 16
+"""The part of sessions that did not hold by which fewer are tried next."""
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,21 +120,11 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why the last trial does not hold; empty if it does."""
 
 
-def next_trial(tried: Mapping[int, bool], slots: int, guess: int) -> int | None:
-    """How many sessions to try next; None when the answer is known. Pure.
-
-    tried: number of sessions -> held. Starts at ``guess``, doubles or halves until one number
-    holds and a larger one does not, then halves the gap. If N holds, fewer are taken to hold.
-    """
-    low = max((n for n, held in tried.items() if held), default=0)
-    high = min((n for n, held in tried.items() if not held), default=slots + 1)
-    if low + 1 >= high:
-        return None
-    if not tried:
-        return min(max(guess, 1), slots)
-    if high > slots:
-        return min(slots, max(low + 1, 2 * low))
-    return (low + high) // 2 if low else max(1, high // 2)
+def fewer(sessions: int, admitted: int) -> int:
+    """How many to try next when ``sessions`` did not hold and ``admitted`` of them were let in."""
+    if admitted < sessions:
+        return max(1, admitted)
+    return max(1, sessions - max(1, sessions // FALL))
 
 
 def problems(

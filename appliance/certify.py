@@ -1,10 +1,9 @@
 """`duplexbox appliance certify`: find how many sessions hold on this machine, and prove it.
 
-A shell: it runs a whole box in this process and synthetic callers in another, again and again,
-and reads what happened back from the ledger's files. What counts as holding, and which number is
-tried next, is decided in `certificate`. Search trials look for what the machine can do: there
-admission goes by slots and memory alone. The measurement at the end is the real thing, admission
-by forecast included, and one caller more asks to come in and should be refused.
+A shell: it runs a whole box in this process and synthetic callers in another, and reads what
+happened back from the ledger's files. What counts as holding is decided in `certificate`. A search
+has somewhat more callers come than the first forecast allows and sees whom the box lets in; the
+measurement is made with as many, one caller more asks to come in, and should be refused.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from appliance.certificate import (
     Model,
     Newcomer,
     Trial,
-    next_trial,
+    fewer,
     problems,
     text,
     trial,
@@ -61,6 +60,13 @@ from engines.executor import Executor
 
 PROBE_S = 20.0
 """How long all sessions are live in a trial of the search; the measurement itself is longer."""
+
+RAMP_S = 60.0
+"""How long all callers together take to come at the most. Faster, and a box lets in somebody before
+its ticks have told it what the ones before him cost."""
+
+RAISES = 3
+"""How often it is measured again because one more was admitted, before slots are what refuses."""
 
 STAGGER_S = 1.0
 QUICK_S, QUICK_STAGGER_S, QUICK_SESSIONS = 6.0, 0.5, 2
@@ -151,37 +157,53 @@ def measure(engine: Engine, asked: Asked, out: Path, say: Say, progress: Say) ->
     for line in _announcement(executor.bundle, asked):
         say(line)
     trials: list[Trial] = []
-    tried: dict[int, bool] = {}
     guess, slots = asked.sessions, asked.sessions or executor.slots
     if guess is None:
-        probe_s = min(asked.seconds, PROBE_S)
-        guess = _guess(executor)
-        while (count := next_trial(tried, executor.slots, guess)) is not None:
-            seen = _hold(engine, asked, count, probe_s, out, progress, None)
-            trials.append(trial(seen.summary, seen.callers, count, probe_s, seen.unreadable))
-            tried[count] = trials[-1].held
-            say(_verdict(trials[-1]))
-        guess = max((n for n, held in tried.items() if held), default=1)
+        guess = _search(engine, asked, out, say, progress, trials)
+    raised, too_many = 0, executor.slots + 1
     while True:
-        seen = _hold(engine, asked, guess, asked.seconds, out, progress, slots)
+        seen = _hold(engine, asked, guess, asked.seconds, out, progress, slots, extra=1)
         trials.append(trial(seen.summary, seen.callers, guess, asked.seconds, seen.unreadable))
         say(_verdict(trials[-1]))
-        if slots > guess and seen.extra is not None and not seen.extra.refused:
-            # It held, or did not, with one more than the search says the machine can hold.
-            say(
-                f"one more than {guess} was admitted, which the search did not hold: measured "
-                f"again with [engine] slots = {guess}"
-            )
-            slots = guess
-            continue
-        admitted = sum(not caller.refused for caller in seen.callers)
-        if trials[-1].held or asked.sessions is not None or guess == 1:
+        if asked.sessions is not None or (guess == 1 and not trials[-1].held):
             break
-        # Admission lets in fewer than the machine held, or the long run showed what the short
-        # trials did not: measure again with fewer.
-        guess = min(guess - 1, max(1, admitted))
-        slots = executor.slots if slots == executor.slots else guess
+        if not trials[-1].held:
+            # Admission lets in fewer than at first, or the long run showed what the short did not.
+            too_many = guess
+            guess = fewer(guess, sum(not caller.refused for caller in seen.callers))
+            slots = executor.slots if slots == executor.slots else guess
+            continue
+        if slots == guess or seen.extra is None or seen.extra.refused:
+            break
+        # It may hold, or not, with one more; what is promised is what refuses the next one.
+        raised += 1
+        guess, slots = (
+            (guess + 1, slots) if raised <= RAISES and guess + 1 < too_many else (guess, guess)
+        )
+        how = f"with {guess}" if slots > guess else f"with [engine] slots = {slots}"
+        say(f"one more was admitted: measured again {how}")
     return _certificate(engine, asked, trials, seen, guess, slots, started, load)
+
+
+def _search(
+    engine: Engine, asked: Asked, out: Path, say: Say, progress: Say, trials: list[Trial]
+) -> int:
+    """How many the box lets in and holds for a short while, beginning near its first forecast."""
+    executor, seconds = engine.executor, min(asked.seconds, PROBE_S)
+    guess = _guess(executor)
+    callers = min(executor.slots, guess + guess // 8 + 2)
+    while True:
+        say(f"{callers} callers come; the forecast of steps alone allows {guess}")
+        seen = _hold(engine, asked, callers, seconds, out, progress, executor.slots, extra=0)
+        inside = [caller for caller in seen.callers if not caller.refused]
+        count = max(1, len(inside))
+        trials.append(trial(seen.summary, inside, count, seconds, seen.unreadable))
+        say(_verdict(trials[-1]))
+        if not trials[-1].held:
+            return fewer(count, count)
+        if len(inside) < callers or callers == executor.slots:
+            return count
+        callers = min(executor.slots, 2 * callers)
 
 
 def _guess(executor: Executor) -> int:
@@ -219,35 +241,33 @@ def _hold(
     seconds: float,
     out: Path,
     progress: Say,
-    slots: int | None,
+    slots: int,
+    extra: int,
 ) -> _Seen:
     """Run a box with ``count`` callers, all live for ``seconds``, and read back what happened.
 
-    slots: of the box; one caller more than ``count`` asks to come in. None: a trial of the search,
-    in which nobody is refused for time and nobody more comes.
+    slots: of the box. extra: callers more who ask to come in when all the others talk.
     """
-    executor, search = engine.executor, slots is None
+    executor = engine.executor
     conditions = msgspec.structs.replace(
         asked.conditions,
         callers=count,
         talk_s=seconds,
-        # A search of many callers must not spend its time waiting for them to begin.
-        stagger_s=min(asked.conditions.stagger_s, seconds / count if search else math.inf),
-        extra=0 if search else 1,
+        stagger_s=min(asked.conditions.stagger_s, RAMP_S / count),
+        extra=extra,
     )
     stamp = wall_stamp()
     folder = out / f"{stamp}-{count}"
     folder.mkdir()
     with tempfile.TemporaryDirectory(prefix="dbx-") as socket_folder:
         config = Config(
-            engine=EngineConfig(executor.bundle.path, slots or executor.slots),
+            engine=EngineConfig(executor.bundle.path, slots),
             clock=ClockConfig(drain_s=5),
             control=ControlConfig(Path(socket_folder) / "control.sock"),
             ledger=LedgerConfig(folder),
             admission=AdmissionConfig(calibrate_s=0) if asked.quick else AdmissionConfig(),
         )
         box = Box(config, executor, MonotonicClock(), engine.memory_bytes)
-        box.switchboard.foresight.look_at_time = not search
         left, log = folder / "callers.json", folder / "callers.log"
         callers = LineProcess(
             box,
@@ -266,7 +286,6 @@ def _hold(
     calls, unreadable = _read(folder)
     own = {caller.session for caller in reports[:count] if caller.session}
     kept = [call for call in calls if call.header.session in own]
-    box.switchboard.foresight.look_at_time = True
     forecast = box.switchboard.foresight.forecast()
     return _Seen(
         calls=kept,

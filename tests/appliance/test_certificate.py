@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance import certificate, report
-from appliance.certificate import Certificate, next_trial, problems, trial
+from appliance.certificate import FALL, Certificate, fewer, problems, trial
 from appliance.certificate_page import page, tick_durations_ns
 from appliance.clock import NS_PER_MS as MS
 from appliance.ledger import Call, Settled, Why
@@ -31,16 +31,14 @@ def found_in(calls: Sequence[Call], callers: Sequence[SyntheticReport], sessions
     return " / ".join(problems(report.summarise(calls), callers, sessions))
 
 
-@given(slots=st.integers(1, 200), capacity=st.integers(0, 200), guess=st.integers(0, 300))
-def test_the_search_finds_what_holds_in_few_trials(slots: int, capacity: int, guess: int) -> None:
-    tried: dict[int, bool] = {}
-    while (count := next_trial(tried, slots, guess)) is not None:
-        assert 1 <= count <= slots
-        assert count not in tried
-        tried[count] = count <= capacity
-    best = max((n for n, held in tried.items() if held), default=0)
-    assert best == min(capacity, slots)
-    assert len(tried) <= 18  # doubling, then halving: 2 log2(200) and a little
+@given(sessions=st.integers(1, 200), admitted=st.integers(0, 200))
+def test_fewer_are_tried_as_many_as_were_let_in_or_a_part_less(
+    sessions: int, admitted: int
+) -> None:
+    found = fewer(sessions, admitted)
+    assert found >= 1
+    assert found < sessions or sessions == 1
+    assert found == max(1, admitted) or found >= sessions - max(1, sessions // FALL)
 
 
 def test_sessions_hold_when_every_frame_of_every_one_is_on_time() -> None:
