@@ -23,6 +23,12 @@ from export.models.mimi import Mimi
 
 MODEL = replace(tiny.MICRO, mimi=replace(tiny.MICRO.mimi, heads=1, context=250))
 """Micro, as far as a checkpoint can say so: a codec's heads and context leave no trace in it."""
+THIN = replace(
+    MODEL,
+    mimi=replace(MODEL.mimi, layers=1),
+    lm=replace(MODEL.lm, layers=1, depth_layers=1),
+)
+"""The same with one layer of each kind, where the files are asked about and not the layers."""
 SIXTEEN = replace(MODEL, lm=replace(MODEL.lm, depth_codebooks=16, context=25))
 """The same with the depth steps of a PersonaPlex file, and room for a prompt."""
 
@@ -33,8 +39,7 @@ def write(
     """Write the folder; returns the modules with the very weights it holds, in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     mimi, lm = Mimi(config.mimi), LanguageModel(config.lm)
-    tiny_mimi, _ = tiny.seeded(MODEL, seed)
-    mimi.load_state_dict(tiny_mimi.state_dict())
+    mimi.load_state_dict({name: tiny._draw(name, x, seed) for name, x in mimi.state_dict().items()})
     mimi.quantizer.prepare()
     lm.load_state_dict({name: tiny._draw(name, x, seed) for name, x in lm.state_dict().items()})
     lm.to(dtype)

@@ -28,7 +28,7 @@ SEED = 9
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints") / "micro"
-    folders.write(path, seed=SEED)
+    folders.write(path, folders.THIN, seed=SEED)
     return path
 
 
@@ -45,7 +45,7 @@ def opened(folder: Path, dtype: source.Precision | None = None) -> Source:
 def test_a_bundle_from_a_folder_is_the_bundle_of_the_same_modules(
     folder: Path, built: Bundle, tmp_path: Path
 ) -> None:
-    mimi, lm = folders.write(tmp_path / "again", seed=SEED)
+    mimi, lm = folders.write(tmp_path / "again", folders.THIN, seed=SEED)
     config = opened(folder).config
     memory = from_modules(config, mimi, lm, "bfloat16", pieces=built.pieces(), trained=True)
     found = build.build(memory, tmp_path / "memory", largest_batch=4).manifest
