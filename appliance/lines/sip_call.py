@@ -295,13 +295,18 @@ class PhoneCall:
 
     # --- the clock
 
-    def hear(self, now_ns: int) -> None:
-        """The way in alone, if it is due: ticks wait for it, and for the way out nobody does."""
+    def hear(self, now_ns: int) -> int | None:
+        """The way in alone, if it is due: ticks wait for it, and for the way out nobody does.
+
+        Returns when the next frame's time comes; None while there are none.
+        """
         announcing = self._extras.announcing
-        if self.state is State.TALKING and (announcing is None or announcing.is_over):
-            assert self._channel is not None
-            self._hearing.read(self._grid, now_ns)
-            self._hearing.hand_in(self._channel, self._grid, now_ns)
+        if self.state is not State.TALKING or not (announcing is None or announcing.is_over):
+            return None
+        assert self._channel is not None
+        self._hearing.read(self._grid, now_ns)
+        self._hearing.hand_in(self._channel, self._grid, now_ns)
+        return self._hearing.take_ns(self._grid)
 
     def advance(self, now_ns: int) -> list[control.ToBox]:
         """Do what is due by ``now_ns``; return what is to be said to the box."""

@@ -17,9 +17,9 @@ from appliance.lines.sip_recorder import Tape
 from appliance.lines.sip_stack import Media
 from appliance.lines.speex import Stretches, stretcher
 
-LEAD_NS = 20 * NS_PER_MS
-"""How long before a tick its frame is handed in: what this process may be late by, and what it
-needs for all calls' frames."""
+LEAD_NS = 12 * NS_PER_MS
+"""How long before a tick its frame is handed in: what this process may be late by when it is woken
+for it, and what it needs for all calls' frames."""
 
 LOUD = 0.01
 """Of full scale: -40 dB. A telephone's voice is well above it, and most rooms below."""
@@ -101,12 +101,12 @@ class Hearing:
         self._arrived_ns = now_ns
         if float(audio @ audio) > LOUD * LOUD * audio.size:
             self.spoke_ns = now_ns
-        take_ns = self._take_ns(grid)
+        take_ns = self.take_ns(grid)
         self.receive.push(self._in[1].push(audio, self.receive.ppm), now_ns, take_ns)
 
     def hand_in(self, channel: Channel, grid: TickGrid, now_ns: int) -> None:
         """Every frame whose time has come."""
-        while self._take_ns(grid) <= now_ns:
+        while self.take_ns(grid) <= now_ns:
             tick, start_ns = self._tick, grid.start_ns(self._tick)
             self._tick += 1
             if now_ns >= start_ns or self._pay_back:
@@ -126,6 +126,10 @@ class Hearing:
             self._took.arrived_to_tick.append(start_ns - arrived_ns)
             self.sent += 1
 
+    def take_ns(self, grid: TickGrid) -> int:
+        """When the next frame's time comes."""
+        return grid.start_ns(self._tick) - LEAD_NS
+
     def came_back(self, header: DownlinkHeader) -> None:
         """The model made a frame. Those that wait in the ring on every tick: leave one out."""
         meant = self._meant.get(header.heard)
@@ -139,9 +143,6 @@ class Hearing:
         """When the last sample of uplink frame ``heard`` came, if that is known still."""
         meant = self._meant.get(heard)
         return None if meant is None else meant[1]
-
-    def _take_ns(self, grid: TickGrid) -> int:
-        return grid.start_ns(self._tick) - LEAD_NS
 
     def _leave_out_tick(self, start_ns: int, *, has_begun: bool) -> None:
         if has_begun:

@@ -99,6 +99,8 @@ class SipServer:
         self._sources: dict[str, Bucket] = {}
         self._boxes: Boxes | None = None
         self._stop_ns: int | None = None
+        self._take_ns: int | None = None
+        """When the next frame of any call is to be handed in."""
         self._report: control.Report | None = None
         self._trouble = ""
         self.counts = dict.fromkeys(("calls", "answered", "refused", "limited", "unknown"), 0)
@@ -121,6 +123,8 @@ class SipServer:
                 every_ns = TURN_NS if self._calls else IDLE_NS
                 # On a grid: what a turn takes does not add to what calls wait.
                 wake_ns = (now_ns // every_ns + 1) * every_ns
+                if self._take_ns is not None:
+                    wake_ns = min(wake_ns, max(self._take_ns, now_ns))
                 await asyncio.sleep((wake_ns - now_ns) / NS_PER_S)
         finally:
             watching.cancel()
@@ -256,8 +260,8 @@ class SipServer:
         if self._stop_ns is not None and now_ns >= self._stop_ns:
             for call in self._calls.values():
                 call.hang_up("this line stops", now_ns)
-        for call in self._calls.values():
-            call.hear(self._clock.now_ns())
+        heard = [call.hear(self._clock.now_ns()) for call in self._calls.values()]
+        self._take_ns = min((take_ns for take_ns in heard if take_ns is not None), default=None)
         try:
             if boxes is not None:
                 for news in boxes.deal(self._calls):
