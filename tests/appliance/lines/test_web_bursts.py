@@ -115,7 +115,11 @@ def test_a_name_that_was_made_to_mean_this_machine_is_refused() -> None:
 
 @pytest.mark.soak
 def test_eight_calls_hear_nothing_of_bursts_of_five_hundred_connects() -> None:
-    """Frames leave 100 ms apart at most in all but one of a thousand, and none is lost."""
+    """Frames leave 100 ms apart at most in all but one of a thousand, and none is lost.
+
+    The eight are published clients, whose frames leave on a grid. Two pages of ours talk as well,
+    which are sent theirs as they are made, and lose none either.
+    """
     found = []
     for _ in range(ATTEMPTS):
         gaps_ms, lost = _storm(bursts=12, seconds=25)
@@ -127,30 +131,31 @@ def test_eight_calls_hear_nothing_of_bursts_of_five_hundred_connects() -> None:
 
 
 def _storm(bursts: int, seconds: float) -> tuple[list[float], int]:
-    """What eight callers were sent beside ``bursts`` bursts: gaps in ms, and frames missed."""
-    with stand(slots=12, step_ms=10) as both:
+    """What callers were sent beside ``bursts`` bursts: gaps in ms of eight, frames all missed."""
+    with stand(slots=14, step_ms=10) as both:
 
         def start(*words: str) -> "subprocess.Popen[bytes]":
             command = [sys.executable, "-m", "tests.web_storm", *words]
             return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
 
         talking = start("talk", str(both.port), "--calls", "8", "--seconds", str(seconds))
-        with real_time(both.line, talking.pid):  # the box sees to its own
+        with real_time(both.line):  # the box sees to its own
             MonotonicClock().sleep_until(MonotonicClock().now_ns() + 3_000 * NS_PER_MS)
             crowd = start("storm", str(both.port), "--bursts", str(bursts))
             answers = json.loads(crowd.communicate(timeout=120)[0])
             came = json.loads(talking.communicate(timeout=60)[0])
         calls = ledger.read_folder(both.ledger)
-        recorded = sorted(calls, key=lambda one: one.header.session)[:8]
+        recorded = sorted(calls, key=lambda one: one.header.session)[:10]
     assert answers.get("101", 0) > 100, answers
     assert sum(answers.values()) == bursts * 500
     gaps_ms: list[float] = []
-    lost = 0
-    for one in recorded:
+    lost = heard = 0
+    for number, one in enumerate(recorded):
         # In the order of frames; what had been made when its caller hung up was not sent.
         sent = [r for r in one.receipts if r["outcome"] != Outcome.DISCARDED]
-        lost += sum(r["outcome"] == Outcome.FILLED for r in sent)
-        gaps_ms += (np.diff([int(r["at_ns"]) for r in sent]) / NS_PER_MS).tolist()
-    heard = sum(len(call) for call in came)
-    assert abs(heard - len(gaps_ms) - len(recorded)) <= len(recorded)
+        lost += sum(int(r["outcome"]) == Outcome.FILLED for r in sent)
+        heard += len(sent)
+        if number < 8:
+            gaps_ms += (np.diff([int(r["at_ns"]) for r in sent]) / NS_PER_MS).tolist()
+    assert sum(came) <= heard <= sum(came) + 60  # what was on its way when they hung up
     return gaps_ms, lost
