@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from appliance import ledger, report
-from appliance.admission import Forecast, session_bytes
+from appliance.admission import session_bytes
 from appliance.box import Box
 from appliance.calibration import calibrate, warm_up
 from appliance.certificate import (
@@ -193,7 +193,7 @@ def _search(
     guess = _guess(executor)
     callers = min(executor.slots, guess + guess // 8 + 2)
     while True:
-        say(f"{callers} callers come; the forecast of steps alone allows {guess}")
+        say(f"{callers} callers come; as a rule steps of {guess} fit into a tick")
         seen = _hold(engine, asked, callers, seconds, out, progress, executor.slots, extra=0)
         inside = [caller for caller in seen.callers if not caller.refused]
         count = max(1, len(inside))
@@ -207,15 +207,16 @@ def _search(
 
 
 def _guess(executor: Executor) -> int:
-    """Where to begin: what the engine's own steps promise, before anybody has called."""
+    """How many the engine's own steps have room for, as a rule; the box will let in no more."""
     clock, samples, policy = MonotonicClock(), StepSamples(BESIDE_SESSION_NS), AdmissionConfig()
     warm_up(executor, lambda: False)
     calibrate(executor, clock, policy.calibrate_s * NS_PER_S, samples, lambda: False)
     model = samples.fit(clock.now_ns())
-    if model is None:
-        return executor.slots
-    period_ns = executor.bundle.manifest.timing.period_ns
-    return Forecast(model, period_ns, policy.min_margin_ms * NS_PER_MS).most(executor.slots)
+    room_ns = executor.bundle.manifest.timing.period_ns - policy.min_margin_ms * NS_PER_MS
+    fit = 1
+    while fit < executor.slots and (model is None or model.median_ns(fit + 1, fit + 1) <= room_ns):
+        fit += 1
+    return fit
 
 
 @dataclass(frozen=True, slots=True)
