@@ -375,7 +375,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
     out: Path = args.out or Path("out") / f"demo-{wall_stamp()}"
     try:
-        folder = args.bundle or demonstration.BUNDLE
+        folder = args.bundle or demonstration.POCKET
         script = demonstration.script(folder)
         bundle = bundles.read(folder)
         slots = min(bundle.manifest.largest_batch, len(script.callers) + 1)

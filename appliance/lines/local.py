@@ -281,7 +281,7 @@ def _run_box(args: argparse.Namespace) -> int:
     out: Path = args.out or Path("out") / f"talk-{wall_stamp()}"
     with tempfile.TemporaryDirectory(prefix="dbx-") as folder:
         config = Config(
-            engine=EngineConfig(args.bundle or demonstration.BUNDLE, slots=1),
+            engine=EngineConfig(args.bundle or demonstration.POCKET, slots=1),
             clock=ClockConfig(drain_s=DRAIN_S),
             control=ControlConfig(Path(folder) / "control.sock"),
             ledger=LedgerConfig(out / "ledger"),
