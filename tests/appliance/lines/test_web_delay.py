@@ -10,7 +10,7 @@ import pytest
 from bench.echo_box import RATE_HZ, SAMPLES
 from bench.web_mouth_to_ear import GOAL_MS, TROUBLES, parts_ms, simulated
 from bench.web_players import KINDS, Caller
-from bench.web_simulated import WORLDS, hold
+from bench.web_simulated import WORLDS, World, hold
 
 
 @pytest.mark.slow
@@ -46,11 +46,15 @@ def test_a_line_that_is_kept_from_running_costs_a_call_some_ms_and_hardly_a_fram
 @pytest.mark.soak
 @pytest.mark.parametrize("ppm", [-200, 200])
 def test_twenty_minutes_with_a_client_whose_clock_is_off_have_no_click_and_no_lag(ppm: int) -> None:
-    """A tone through the line to the model: at the period, 12.5 Hz off, or anywhere else."""
+    """A tone through the line to the model: at the period, 12.5 Hz off, or anywhere else.
+
+    Its messages are hardly late; a way that is late by ms now and then has the filter steered by
+    0.1 % for seconds, which no ear hears and this test does.
+    """
     seconds = 20 * 60
     tone = (0.3 * np.sin(2 * np.pi * 997 * np.arange(seconds * RATE_HZ) / RATE_HZ)).astype("f4")
     caller = Caller(KINDS["page-pcm"], 5, 0, said=tone, clock_ppm=ppm)
-    held = hold(caller, WORLDS["quiet"], 0)
+    held = hold(caller, World(way_ms=0.1), 0)
     figures = held.figures
     assert [getattr(figures, what) for what in TROUBLES] == [0] * len(TROUBLES)
     assert figures.cut_samples == 0
@@ -65,7 +69,6 @@ def test_twenty_minutes_with_a_client_whose_clock_is_off_have_no_click_and_no_la
     for at in range(0, settled.size - minute + 1, minute):
         level = np.abs(np.fft.rfft(settled[at : at + minute] * window))
         carrier = level.argmax()
-        # The filter is steered by some ppm all the time, which is heard nowhere: -57 dB at 2 Hz.
         away = np.abs(hz - hz[carrier])
-        assert 20 * np.log10(level[away > 10].max() / level[carrier]) < -75
-        assert 20 * np.log10(level[away > 50].max() / level[carrier]) < -100
+        assert 20 * np.log10(level[away > 10].max() / level[carrier]) < -80
+        assert 20 * np.log10(level[away > 50].max() / level[carrier]) < -105
