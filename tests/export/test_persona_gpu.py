@@ -1,7 +1,7 @@
 """A persona's prompt fed on a real GPU: by the library's graph, into rings of every kind.
 
-Float32 gives the CPU's words. Rings of 8 bits go with a model in bfloat16, whose words nobody
-promises: there the rows that a prompt leaves must be the CPU's, but for codes at an edge, and two
+Float32 gives the CPU's words. On a GPU rings of 8 bits go with a model in bfloat16, which no CPU
+runs: there the rows that a prompt leaves must be near those of the same model in float32, and two
 runs must be the same bit for bit. `make test-gpu`.
 """
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engines.bundle import Bundle, Dtype
 from engines.cuda_executor import CudaExecutor
@@ -33,21 +34,21 @@ CONFIG = replace(
 """Heads of 64, as the kernel wants them."""
 
 FRAMES, TICKS = 40, 60
-EDGES = 0.01
-"""Of the codes: more than ever lay so near an edge that another order of sums crosses it."""
+ALIKE = 0.99
+"""Correlation of what codes stand for: bfloat16 moves a value by 0.4 %, a code is 1 to 6 % wide."""
 
 
-def made(folder: Path, dtype: Dtype | None) -> tuple[Bundle, Prompt]:
-    """dtype: of 8-bit rings; None: all of it in float32."""
+def made(folder: Path, dtype: Dtype | None, *, half: bool = False) -> tuple[Bundle, Prompt]:
+    """dtype: of 8-bit rings, or None. half: the language model in bfloat16."""
     mimi, lm = tiny.seeded(CONFIG, SEED)
     source = from_modules(
-        CONFIG, mimi, lm, None if dtype is None else "bfloat16", pieces=tiny.pieces(CONFIG)
+        CONFIG, mimi, lm, "bfloat16" if half else None, pieces=tiny.pieces(CONFIG)
     )
     calibration = None if dtype is None else Calibration(dtype, (), FRAMES)
     bundle = build.build(source, folder, largest_batch=4, attention="ring", calibration=calibration)
     assert bundle.manifest.prompt is not None
     voice = np.random.default_rng(3).normal(size=(3, CONFIG.lm.dimension)).astype(np.float32)
-    embedded = voice if dtype is None else (voice.view(np.uint32) >> 16).astype(np.uint16)
+    embedded = (voice.view(np.uint32) >> 16).astype(np.uint16) if half else voice
     return bundle, make_prompt(
         bundle.manifest.prompt, frames_of(CONFIG.lm, FRAMES).numpy(), embedded
     )
@@ -90,10 +91,23 @@ def test_a_prompt_fed_on_a_gpu_is_taken_up_as_on_the_cpu(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8e4m3"])
-def test_a_prompt_fed_into_8_bit_rings_leaves_the_cpus_codes(tmp_path: Path, dtype: Dtype) -> None:
-    bundle, prompt = made(tmp_path / "bundle", dtype)
-    _, expected = listen(OrtExecutor(bundle, 4), prompt, 7)
+def test_a_prompt_fed_into_8_bit_rings_leaves_what_the_cpu_would(
+    tmp_path: Path, dtype: Dtype
+) -> None:
+    on_cpu, prompt = made(tmp_path / "cpu", dtype)
+    _, expected = listen(OrtExecutor(on_cpu, 4), prompt, 7)
+    bundle, prompt = made(tmp_path / "gpu", dtype, half=True)
     first, again = (listen(CudaExecutor(bundle, 4), prompt, 7) for _ in range(2))
     np.testing.assert_array_equal(first[0], again[0])
     np.testing.assert_array_equal(first[1], again[1])
-    assert (first[1] != expected).mean() <= EDGES
+    values = [decoded(codes, dtype).reshape(-1) for codes in (first[1], expected)]
+    assert np.corrcoef(values)[0, 1] > ALIKE
+
+
+def decoded(codes: np.ndarray, dtype: Dtype) -> np.ndarray:
+    """What codes stand for, as multiples of their head's scale."""
+    if dtype == "int8":
+        return codes.astype(np.float32)
+    bits = torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn)
+    found: np.ndarray = bits.float().numpy()
+    return found
