@@ -117,9 +117,16 @@ class Foresight:
             return
         if self._idle_since_ns is None:
             self._idle_since_ns = now_ns
-        is_due = self._samples.slower > 1 or now_ns - self._calibrated_ns > AGED_NS
-        if is_due and not idle.asked and now_ns - self._idle_since_ns > IDLE_NS:
+        if idle.asked or now_ns - self._idle_since_ns <= IDLE_NS:
+            return
+        is_old = now_ns - self._calibrated_ns > AGED_NS
+        if is_old or self._samples.slower > 1 or self._lets_nobody_in():
             idle.asked, self._idle_since_ns = True, now_ns  # if a caller comes: not at once again
+
+    def _lets_nobody_in(self) -> bool:
+        """Whoever is refused brings no tick that would show what was timed to be a stall."""
+        forecast = self.forecast()
+        return forecast is not None and not forecast.holds(1)
 
     def headroom(self, held: int, ready: bool, draining: bool) -> Headroom:
         """What admission goes by, now."""

@@ -142,6 +142,7 @@ def test_an_idle_box_times_its_steps_again_when_they_are_old_or_the_machine_has_
         # Live ticks take twice as long: once its callers have gone, it is looked into.
         for _ in range(ENOUGH_TICKS):
             samples.add(2, 0, 20 * MS, at_ns=desk.clock.now_ns())
+        desk.clock.advance(NS_PER_S)  # the fit may be as old as that
         slow = sight.forecast()
         assert slow is not None
         assert slow.tick_ns(4) >= 20 * MS
@@ -152,5 +153,34 @@ def test_an_idle_box_times_its_steps_again_when_they_are_old_or_the_machine_has_
         forecast = sight.forecast()
         assert forecast is not None
         assert forecast.tick_ns(4) == 10 * MS
+    finally:
+        desk.close()
+
+
+def test_a_calibration_that_a_stall_fell_into_does_not_shut_an_idle_box(tmp_path: Path) -> None:
+    desk, samples = Desk(tmp_path), StepSamples()
+    kinds = (1, 2, 4)
+    try:
+        idle = desk.loop.idle = Recalibration(desk.executor, desk.clock)
+        for batch in kinds:
+            for step in range(40):
+                samples.add(batch, 0, (120 if (batch, step) == (2, 7) else 10) * MS)
+        sight = foresight(desk, samples)
+
+        def look(seconds: float) -> int:
+            """How many would be let in."""
+            desk.clock.advance(round(seconds * NS_PER_S))
+            sight.look(desk.clock.now_ns())
+            return sight.headroom(0, ready=True, draining=False).free
+
+        assert look(0) == 0
+        assert look(4) == 0
+        assert not idle.asked  # somebody may be about to come
+        assert look(2) == 0
+        assert idle.asked
+        idle.asked, idle.done = False, [(batch, 0.0, 10 * MS) for batch in kinds] * 40
+        assert look(1) == 4
+        look(60)
+        assert not idle.asked
     finally:
         desk.close()

@@ -54,7 +54,7 @@ def test_three_contracts_beside_the_voice_of_two_callers(tmp_path: Path) -> None
         ran = subprocess.run(
             [
                 *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
-                *(str(path) for path in demonstration.script().callers),
+                *(str(path) for path in demonstration.script(demonstration.BUNDLE).callers),
                 *("--socket", folder, "--count", "2", "--talk", str(TALK_S), "--stagger", "0.3"),
             ],
             cwd=ROOT,

@@ -179,7 +179,7 @@ def lose_one(folder: Path, sockets: Path) -> int:
     callers = subprocess.Popen(
         [
             *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
-            *(str(path) for path in demonstration.script().callers),
+            *(str(path) for path in demonstration.script(demonstration.BUNDLE).callers),
             *("--socket", str(sockets), "--out", str(folder / "callers.json")),
             *("--count", "4", "--talk", "6", "--stagger", "0.3", "--jitter-ms", "0", "--loss", "0"),
         ],
