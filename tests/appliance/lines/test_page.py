@@ -85,6 +85,16 @@ def test_pages_come_with_a_policy_that_allows_nothing_from_elsewhere(line: Line)
         assert asyncio.run(visit(line.port, outside))[0] == 404
 
 
+def test_a_page_whose_name_was_made_to_mean_this_line_gets_nothing(line: Line) -> None:
+    evil = f"evil.example:{line.port}"
+    for path in ("/", "/box", "/page/talk.js", "/api/model", "/api/chat"):
+        status, _, body = asyncio.run(visit(line.port, path, Host=evil, Origin=f"http://{evil}"))
+        assert status == 421
+        assert "evil.example" in body
+        assert "--host" in body
+    assert asyncio.run(visit(line.port, "/", Host=f"localhost:{line.port}"))[0] == 200
+
+
 def test_what_a_page_asks_for_needs_the_token_and_the_page_itself_does_not(echo: FakeBox) -> None:
     line = Line(echo.path, "--token", "s3cret-s3cret-s3cret")
     assert asyncio.run(visit(line.port, "/"))[0] == 200

@@ -74,6 +74,12 @@ def test_options_are_checked_before_anything_starts(tmp_path: Path) -> None:
         read_options(parse("--most", "0"))
 
 
+def test_a_line_goes_by_the_names_it_is_given_and_those_of_its_machine() -> None:
+    hosts = read_options(parse("--host", "Voice.Example", "--listen", "box.lan:8998")).hosts
+    assert {"voice.example", "box.lan", socket.gethostname().lower()} <= hosts
+    assert "*" not in hosts
+
+
 def test_what_an_operator_is_told_is_what_to_open() -> None:
     welcome = control.Welcome(
         *(control.PROTOCOL, "b", "moshi", False, "noise", 1, 1, 1, 0, "p", (0,))
