@@ -1,8 +1,8 @@
 """A real box on a real clock, while something else wants both cores. Minutes: `make soak`.
 
-The tick thread is an ordinary thread here, so that it is really disturbed. What must hold whatever
-the machine does: whoever is sent away is told, every frame of everybody is accounted for, and once
-the disturbance is over the box is on time and lets newcomers in again.
+The tick thread gives way to everybody here, so that it is really disturbed. What must hold whatever
+the machine does: the newest are sent away and told, every frame of everybody is accounted for, and
+once the disturbance is over the box is on time and lets newcomers in again.
 """
 
 import subprocess
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.clock
 
 ROOT = Path(__file__).parents[2]
 SESSIONS, BURNERS, QUIET_S, BURN_S = 4, 8, 14.0, 15.0
+NICENESS = 10
+"""Of the box: what it needs for four sessions is more than eight busy loops leave it."""
 RECOVER_S = 100
 """A minute until what was measured in bad times is forgotten, and ten calm seconds."""
 
@@ -43,7 +45,7 @@ def test_an_antagonist_on_all_cores_costs_sessions_but_no_record_and_the_box_rec
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="dbx-") as folder:
         sockets = Path(folder)
-        engine = serve(tmp_path, sockets, "a", "calm_s = 1\n")
+        engine = serve(tmp_path, sockets, "a", "calm_s = 1\n", niceness=NICENESS)
         talk_s = QUIET_S + BURN_S + 25
         callers = subprocess.Popen(
             [
@@ -98,7 +100,7 @@ def test_an_antagonist_on_all_cores_costs_sessions_but_no_record_and_the_box_rec
     )
     assert len(summary.sessions) >= 2
     assert summary.unexplained == 0
-    assert sum(s.ended == "shed" for s in summary.sessions) == after.sessions_shed
+    assert sum(s.ended == "shed" for s in summary.sessions) == after.sessions_shed >= 1
     assert {s.ended for s in summary.sessions} <= {"shed", "finished"}
     kept = [c for c in ledger.read_folder(tmp_path / "a") if c.end is not None]
     last = kept[0].ticks[-50:]

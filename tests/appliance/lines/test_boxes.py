@@ -220,7 +220,7 @@ def both_have_calls(folder: Path, callers: "subprocess.Popen[str]") -> bool:
 
 
 def serve(
-    folder: Path, sockets: Path, name: str, more: str = "", priority: int = 0
+    folder: Path, sockets: Path, name: str, more: str = "", priority: int = 0, niceness: int = 0
 ) -> "subprocess.Popen[str]":
     config = folder / f"{name}.toml"
     config.write_text(
@@ -230,7 +230,10 @@ def serve(
         f"[admission]\ncalibrate_s = 1\nmin_margin_ms = 0\n{more}"
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "duplexbox", "appliance", "serve", "--config", str(config)],
+        [
+            *("nice", "-n", str(niceness)),
+            *(sys.executable, "-m", "duplexbox", "appliance", "serve", "--config", str(config)),
+        ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
