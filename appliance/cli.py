@@ -396,8 +396,10 @@ def run_init(args: argparse.Namespace) -> int:
         return _fail(args, f"{args.path} exists already and was left as it is", 2)
     except OSError as err:
         return _fail(args, f"{args.path}: {err.strerror or err}", 2)
+    from appliance import demonstration
+
     print(
-        f"wrote {args.path}. Set [engine] bundle, then: "
+        f"wrote {args.path}. Set [engine] bundle (a trained one is {demonstration.POCKET}), then: "
         f"duplexbox appliance check --config {args.path}"
     )
     return 0

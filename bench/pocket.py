@@ -1,6 +1,6 @@
 """How well the pocket model converses, and how well its codec is understood.
 
-    python -m bench.pocket talk BUNDLE HELD_BANK [--each N] [--g711] [--out FOLDER]
+    python -m bench.pocket talk BUNDLE HELD_BANK [--each N] [--g711] [--set NAME=VALUE] [--out DIR]
     python -m bench.pocket codec BUNDLE HELD_BANK [--words N]
 
 `talk` holds short calls with voices and scripts that training never heard: numbers read back,
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=200, help="numbers the recogniser hears")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--g711", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, help="keep calls as WAV files, caller left")
     args = parser.parse_args()
     stage = Stage(bank.read(args.held))
@@ -57,11 +58,12 @@ def main() -> int:
 def talk(stage: Stage, executor: OrtExecutor, args: argparse.Namespace) -> dict[str, float]:
     mixer = Mixer(stage, torch.device("cpu"))
     asked = trials.trials(stage, args.seed, args.each)
+    settings = {name: float(value) for name, _, value in (s.partition("=") for s in args.set)}
     verdicts = []
     for first in range(0, len(asked), SLOTS):
         group = asked[first : first + SLOTS]
         callers = [heard(mixer, trial, args.g711) for trial in group]
-        sounds, texts = converse(executor, callers)
+        sounds, texts = converse(executor, callers, settings)
         for n, (trial, sound, text) in enumerate(zip(group, sounds, texts, strict=True)):
             reply = telephone(sound) if args.g711 else sound
             verdict = trials.judge(trial, reply, text)
@@ -97,10 +99,12 @@ def resampled(sound: Sound, from_hz: int, to_hz: int) -> Sound:
     return np.concatenate([resampler.push(sound), resampler.flush()])
 
 
-def converse(executor: OrtExecutor, callers: list[Sound]) -> tuple[list[Sound], list[list[int]]]:
+def converse(
+    executor: OrtExecutor, callers: list[Sound], settings: dict[str, float]
+) -> tuple[list[Sound], list[list[int]]]:
     """Calls side by side, each from its first frame: the model's sound and text."""
     for slot in range(len(callers)):
-        executor.join(slot, {"sampling.seed": slot + 1})
+        executor.join(slot, {"sampling.seed": slot + 1} | settings)
     frames = len(callers[0]) // FRAME
     sounds = np.zeros((len(callers), frames, FRAME), np.float32)
     texts: list[list[int]] = [[] for _ in callers]

@@ -24,6 +24,7 @@ from export.pocket.script import (
     PAUSE_IN_NUMBER_S,
     RATE_HZ,
     Call,
+    Line,
     Scene,
     Stage,
 )
@@ -40,6 +41,8 @@ LOUD = 0.008
 """Root mean square above which it is; its speech is near 0.1, its silence below 0.001."""
 HOLE_S = 0.25
 """A shorter silence lies inside speech."""
+QUIET = Line(telephone=False, noise=0.001, echo=0.0, echo_after=0)
+"""The room of every trial; a telephone is whoever runs it, with the box's own resampler."""
 KINDS = ("number", "name", "stop", "pause", "silence")
 
 
@@ -87,6 +90,7 @@ def trials(stage: Stage, seed: int, each: int, frames: int = 130) -> list[Trial]
 
 def _trial(scene: Scene, kind: str, digits: int) -> Trial:
     rng = scene.rng
+    scene.call.line = QUIET
     trial = Trial(kind, scene.voice, scene.call)
     at = FIRST_S + rng.uniform(0, 0.4)
     if kind == "name":
