@@ -44,7 +44,7 @@ help:
 	@echo 'make clean       remove both environments and every cache'
 
 demo: $(DEMO_STAMP)
-	$(call say,three callers join the box; it takes about 15 s on the real 80 ms clock)
+	$(call say,three callers join the box; it takes about 25 s on the real 80 ms clock)
 	@$(DEMO)/bin/duplexbox appliance demo $(DEMO_ARGS)
 
 test: style types tests
