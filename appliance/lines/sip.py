@@ -9,7 +9,9 @@ counts them.
 
 import argparse
 import asyncio
+import contextlib
 import faulthandler
+import importlib
 import logging
 import os
 import signal
@@ -25,7 +27,14 @@ from appliance.lines import niceness
 from appliance.lines.boxes import Boxes
 from appliance.lines.limits import Bucket
 from appliance.lines.sip_config import SipConfig
-from appliance.lines.sip_supervisor import BEAT_NS, BUSY, IDLE, Supervisor, bind_to_supervisor
+from appliance.lines.sip_supervisor import (
+    BEAT_NS,
+    BUSY,
+    IDLE,
+    Supervisor,
+    limit_memory,
+    wait_to_begin,
+)
 
 if TYPE_CHECKING:
     from appliance.lines.sip_baresip import BaresipStack
@@ -59,11 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the records of calls from that day on, such as 20260131, and end; all: all",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--go", type=int, default=-1, metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("--beat", type=int, default=-1, metavar="FD", help=argparse.SUPPRESS)
 
 
 def run_sip(args: argparse.Namespace) -> int:
     """Serve until told to stop; the exit code."""
+    if args.worker and args.go >= 0 and not _is_wanted(args.go):
+        return 0
     try:
         config = configs.load(args.config)
     except ConfigError as err:
@@ -75,13 +87,21 @@ def run_sip(args: argparse.Namespace) -> int:
     log.set_up(verbose=args.verbose)
     socket = args.socket or config.control.socket
     if args.worker:
-        bind_to_supervisor(config.sip.most)
+        limit_memory(config.sip.most)
         return _work(config.sip, socket, args.drain, args.verbose, args.beat)
     command = [sys.executable, "-m", "duplexbox", "appliance", "sip", "--worker"]
     command += ["--config", str(args.config), "--socket", str(socket), "--drain", str(args.drain)]
     if args.verbose:
         command.append("--verbose")
     return Supervisor(command, config.sip.most).run()
+
+
+def _is_wanted(go: int) -> bool:
+    """Be ready, and wait until the worker before this one has gone; False: it never will."""
+    with contextlib.suppress(ModuleNotFoundError):  # which is said when it is needed
+        importlib.import_module("appliance.lines.sip_baresip")
+        importlib.import_module("appliance.lines.sip_server")
+    return wait_to_begin(go)
 
 
 def _print_records(path: Path, since: str) -> int:

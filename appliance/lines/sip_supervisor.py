@@ -4,12 +4,14 @@ Decides when a worker has to go: it ended, it was not heard of, it holds more me
 need, or it computes without a call. It knows no SIP. The worker says that it is well through a
 pipe, one byte every `BEAT_NS`, from the thread that looks after calls and only once the stack has
 answered. The other way round a worker does not outlive its supervisor: the kernel kills it, and the
-next one finds its ports free.
+next one finds its ports free. A spare one waits with everything imported, because on a busy machine
+that takes longer than callers should.
 
 What native code writes to standard error by itself (a line for every message it does not know)
 comes through here, too, and is bounded: no stranger can fill the disk with it.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -61,6 +63,7 @@ LEVELS = (b"DEBUG ", b"INFO ", b"WARNING ", b"ERROR ", b"CRITICAL ")
 """What lines of our own log begin with; they are bounded where they are made."""
 LONGEST_BYTES = 2_000
 
+GO = b"g"
 PR_SET_PDEATHSIG = 1
 
 
@@ -125,14 +128,26 @@ class Restarts:
         return again_s
 
 
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process of ours, and the pipes to and from it."""
+
+    process: subprocess.Popen[bytes]
+    go: int
+    """Where it is told to begin; closed without a word: to end."""
+    beats: int
+    relay: threading.Thread
+
+
 class Supervisor:
     """Keeps one worker process running until it is told to stop."""
 
     def __init__(self, command: list[str], most_calls: int) -> None:
-        """command: of the worker; ``--beat FD`` is added. most_calls: it may take at once."""
+        """command: of a worker; ``--go FD --beat FD`` are added. most_calls: that it may take."""
         self._command = command
         self._most_resident = RESIDENT_BYTES + most_calls * RESIDENT_CALL_BYTES
         self._worker: subprocess.Popen[bytes] | None = None
+        self._spare: Worker | None = None
         self._stopping = False
         self._clock = MonotonicClock()
 
@@ -140,63 +155,81 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         restarts = Restarts()
-        while True:
-            code = self._run_worker()
-            if self._stopping or code in (0, 2, EXIT_CONFIG):
-                return max(0, code)
-            again_s = restarts.again_s(self._clock.now_ns())
-            logger.error("the telephone line ended with %d; again in %.1f s", code, again_s)
-            self._wait(again_s)
-            if self._stopping:
-                return 0
+        try:
+            while True:
+                code = self._run_worker()
+                if self._stopping or code in (0, 2, EXIT_CONFIG):
+                    return max(0, code)
+                again_s = restarts.again_s(self._clock.now_ns())
+                logger.error("the telephone line ended with %d; again in %.1f s", code, again_s)
+                self._wait(again_s)
+                if self._stopping:
+                    return 0
+        finally:
+            if self._spare is not None:
+                os.close(self._spare.go)
+                self._spare.process.wait()
 
-    def _run_worker(self) -> int:
-        """One worker from its start to its end; its exit code."""
-        beats, theirs = os.pipe()
-        # In a group of its own, so that Ctrl-C reaches it once, through us.
-        self._worker = worker = subprocess.Popen(
-            [*self._command, "--beat", str(theirs)],
-            start_new_session=True,
-            pass_fds=(theirs,),
+    def _make(self) -> Worker:
+        """A process that waits to be told to begin."""
+        told, go = os.pipe()
+        beats, beat = os.pipe()
+        process = subprocess.Popen(
+            [*self._command, "--go", str(told), "--beat", str(beat)],
+            start_new_session=True,  # so that Ctrl-C reaches it once, through us
+            pass_fds=(told, beat),
             stderr=subprocess.PIPE,
         )
-        os.close(theirs)
-        assert worker.stderr is not None
-        relay = threading.Thread(target=_relay, args=(worker.stderr,), daemon=True)
+        os.close(told)
+        os.close(beat)
+        assert process.stderr is not None
+        relay = threading.Thread(target=_relay, args=(process.stderr,), daemon=True)
         relay.start()
+        return Worker(process, go, beats, relay)
+
+    def _run_worker(self) -> int:
+        """One worker from its beginning to its end; its exit code."""
+        worker, self._spare = self._spare or self._make(), None
+        self._worker = worker.process
         if self._stopping:
-            worker.terminate()
+            worker.process.terminate()
+        with contextlib.suppress(BrokenPipeError):  # it has died waiting
+            os.write(worker.go, GO)
+        os.close(worker.go)
         try:
-            self._watch(worker, beats)
+            self._watch(worker)
         finally:
-            os.close(beats)
-        code = worker.wait()
-        relay.join(1.0)  # a hook that still runs may hold the other end
+            os.close(worker.beats)
+        code = worker.process.wait()
+        worker.relay.join(1.0)  # a hook that still runs may hold the other end
         return code
 
-    def _watch(self, worker: subprocess.Popen[bytes], beats: int) -> None:
+    def _watch(self, worker: Worker) -> None:
         """Until it has ended, or been ended."""
         health = Health(self._most_resident, self._clock.now_ns())
-        while worker.poll() is None:
+        process, beats = worker.process, worker.beats
+        while process.poll() is None:
             ready, _, _ = select.select([beats], [], [], LOOK_MS / 1000)
             said = os.read(beats, 64) if ready else b""
             now_ns = self._clock.now_ns()
             if said:
                 health.beat(said, now_ns)
+                if self._spare is None and not self._stopping:
+                    self._spare = self._make()
             elif ready:
                 return  # its end is closed: it is gone, or as good as
             try:
-                cpu_s, resident = _used(worker.pid)
+                cpu_s, resident = _used(process.pid)
             except OSError:
                 continue
             trouble = health.trouble(cpu_s, resident, now_ns)
             if trouble:
                 logger.error("the telephone line's process is ended: %s", trouble)
-                worker.send_signal(signal.SIGABRT)  # it says where its threads are
+                process.send_signal(signal.SIGABRT)  # it says where its threads are
                 try:
-                    worker.wait(0.3)
+                    process.wait(0.3)
                 except subprocess.TimeoutExpired:
-                    worker.kill()
+                    process.kill()
                 return
 
     def _wait(self, seconds: float) -> None:
@@ -211,10 +244,15 @@ class Supervisor:
         self._stopping = True
 
 
-def bind_to_supervisor(most_calls: int) -> None:
-    """In the worker, before anything else: end with the supervisor, and within its limits."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def wait_to_begin(go: int) -> bool:
+    """In a worker, before it does anything: whether it is wanted. Ends with the supervisor."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with os.fdopen(go, "rb") as told:
+        return told.read(1) == GO
+
+
+def limit_memory(most_calls: int) -> None:
+    """In a worker: what the kernel lets it reserve."""
     most = DATA_BYTES + most_calls * DATA_CALL_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or hard > most:
