@@ -40,6 +40,10 @@ AGED_NS = 600 * NS_PER_S
 box is idle, when live ticks have shown that the machine has become slower (`step_model`)."""
 
 
+TOLD = 0.1
+"""By how much the machine must have become slower or faster for the log to say so again."""
+
+
 class Foresight:
     """One box's view of its own time. The control thread uses it."""
 
@@ -170,7 +174,7 @@ class Foresight:
             calm_ns = self._config.calm_s * NS_PER_S
             while self._before and now_ns - self._before[0][0] > calm_ns:
                 self._before.popleft()
-            if self._samples.slower != self._slower:
+            if abs(self._samples.slower - self._slower) >= TOLD:
                 self._slower = self._samples.slower
                 logger.warning("steps take %.2f times what was calibrated", self._slower)
         if self.model is None:
