@@ -165,7 +165,10 @@ class FakeBox:
                 with contextlib.suppress(BrokenPipeError):  # it has gone again
                     peer.send(control.encode(self.welcome))
                 continue
-            raw = ready.recv(control.LIMIT_BYTES)
+            try:
+                raw = ready.recv(control.LIMIT_BYTES)
+            except ConnectionResetError:  # killed before it had read everything
+                raw = b""
             if not raw:
                 ready.close()
                 self._peers.remove(ready)
