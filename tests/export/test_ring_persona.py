@@ -36,10 +36,10 @@ TICKS = 60
 EAGER = CudaOptions(graphs=False)
 WIDE = replace(
     PERSONA_MICRO,
-    mimi=replace(PERSONA_MICRO.mimi, dimension=64, heads=1),
-    lm=replace(PERSONA_MICRO.lm, dimension=128, heads=2),
+    mimi=replace(PERSONA_MICRO.mimi, dimension=64, heads=1, layers=1),
+    lm=replace(PERSONA_MICRO.lm, dimension=128, heads=2, depth_layers=1),
 )
-"""Heads of 64, as the kernel wants them."""
+"""Heads of 64, as the kernel wants them; no more layers than a prompt has to do with."""
 
 
 def test_a_cut_bundle_takes_up_a_prompt_as_the_whole_one_does(
