@@ -37,8 +37,6 @@ from engines.executor import Executor
 DATA = Path(__file__).parent / "demo"
 POCKET = DATA / "pocket"
 """The trained model of a front desk (`docs/pocket.md`): what a newcomer talks to."""
-BUNDLE = DATA / "bundle"
-"""A small untrained model: what tests and measurements run."""
 SAID = ".said.txt"
 """Behind a recording's name: what its caller says, and when."""
 

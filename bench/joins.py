@@ -1,6 +1,6 @@
 """Do callers who come in bursts and vanish at once cost those who talk a frame, on a busy machine?
 
-    python -m bench.joins --bundle appliance/demo/bundle --together 50 --rounds 10 --busy 8
+    python -m bench.joins --together 50 --rounds 10 --busy 8
 
 Starts a box, callers who talk, as many busy loops as asked, and then bursts of callers who are let
 in and hang up at once, over the control socket itself. Prints what the ledger has of those who
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from appliance import control, ledger, report
 from appliance.control import ControlClient
+from tests import small
 
 BURN = "while True: pass"
 TALK_S = 20
@@ -43,17 +44,18 @@ def storm(client: ControlClient, together: int, rounds: int) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bundle", type=Path, default=ROOT / "appliance/demo/bundle")
+    parser.add_argument("--bundle", type=Path, help="(build/small)")
     parser.add_argument("--talking", type=int, default=2, help="callers who talk (2)")
     for name, default in (("together", 50), ("rounds", 10), ("busy", 8), ("priority", 10)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     args = parser.parse_args()
+    bundle: Path = args.bundle or small.built()
     command = [sys.executable, "-m", "duplexbox", "appliance"]
     with tempfile.TemporaryDirectory(prefix="dbx-") as name:
         folder = Path(name)
         socket = folder / "box.sock"
         (folder / "box.toml").write_text(
-            f'[engine]\nbundle = "{args.bundle.resolve()}"\n[clock]\ndrain_s = 1\n'
+            f'[engine]\nbundle = "{bundle.resolve()}"\n[clock]\ndrain_s = 1\n'
             f"realtime_priority = {args.priority}\n"
             f'[control]\nsocket = "{socket}"\n[ledger]\nfolder = "{folder / "calls"}"\n'
             f"[admission]\nmin_margin_ms = 0\n"

@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance import demonstration
 from appliance.box import Box
 from appliance.clock import NS_PER_MS, MonotonicClock
 from appliance.config import ClockConfig, Config, ControlConfig, EngineConfig, LedgerConfig
@@ -37,6 +36,7 @@ from appliance.lines import local
 from engines import bundle as bundles
 from engines.executor import Ages, Executor
 from engines.ort_executor import OrtExecutor
+from tests import small
 from tests.local_cards import ThreadCard, ThreadSound
 from tests.pulse import Pulse
 
@@ -140,7 +140,7 @@ def _line(socket: Path, out: Path, seconds: float) -> int:
 
 
 def _measure(folder: Path, seconds: float, pulse: bool) -> int:
-    bundle = bundles.read(demonstration.BUNDLE)
+    bundle = bundles.read(small.built())
     config = Config(
         engine=EngineConfig(bundle.path, slots=1),
         clock=ClockConfig(drain_s=2),

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, MonotonicClock, TickGrid
-from appliance.demonstration import BUNDLE
 from appliance.frame_ring import UplinkHeader
 from appliance.record_ring import RecordRing
 from appliance.seat import Arrive, Seat
@@ -27,6 +26,7 @@ from appliance.session import SessionId
 from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
 from engines.bundle import Bundle
+from tests import small
 
 PERIOD_NS = 40 * NS_PER_MS
 WARM_TICKS = 20
@@ -102,9 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 40, 80, 160])
     parser.add_argument("--ticks", type=int, default=300)
-    parser.add_argument("--bundle", type=Path, default=BUNDLE)
+    parser.add_argument("--bundle", type=Path, help="(build/small)")
     args = parser.parse_args()
-    bundle = bundles.read(args.bundle)
+    bundle = bundles.read(args.bundle or small.built())
     if True:
         for sessions in args.sessions:
             found = measure(bundle, sessions, args.ticks) / NS_PER_MS

@@ -2,7 +2,7 @@
 """The whole box at its real clock, with many callers: late ticks, the worst session, memory left.
 
     python -m bench.whole_box BUNDLE --sessions 80 --minutes 9 --json out/whole_box.json
-    python -m bench.whole_box appliance/demo/bundle --executor cpu --sessions 3 --minutes 0.3
+    python -m bench.whole_box out/small --executor cpu --sessions 3 --minutes 0.3
 
 Callers are a process of their own that plays real speech (WAV files, the demo's by default) with
 jitter, losses and clocks that are off, through shared memory into a box that is wired as `serve`

@@ -1,12 +1,38 @@
-"""What holds for all tests: how long an example takes says nothing of whether it is right.
+"""What holds for all tests: their model is there, long files begin first, and slowness of an
+example proves nothing.
 
 The first draw of text in a fresh clone computes tables of Unicode for seconds, and a busy machine
 takes as long for anything; Hypothesis takes both for a fault of the strategy.
 """
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import small
 
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+LONGEST = (
+    "tests/export/test_tensorrt_build.py",
+    "tests/export/test_ring_stages.py",
+    "tests/export/test_build.py",
+    "tests/export/test_verify.py",
+    "tests/export/test_folder_parity.py",
+)
+"""Files of half a minute and more, one of which would keep one core busy alone if it began last."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Build the small model before tests are collected, once for all workers."""
+    if not hasattr(config, "workerinput"):
+        small.built()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order for `-n 2 --dist loadfile --no-loadscope-reorder`; otherwise it does no harm."""
+    first = {path: place for place, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.nodeid.partition("::")[0], len(first)))

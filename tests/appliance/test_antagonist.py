@@ -21,6 +21,7 @@ from appliance.ledger import Flag
 from appliance.lines.synthetic import SyntheticReport
 from tests.appliance.lines.test_boxes import serve
 from tests.appliance.test_box import DEADLINE_S, spend
+from tests.small import SMALL
 
 pytestmark = pytest.mark.clock
 
@@ -50,7 +51,7 @@ def test_an_antagonist_on_all_cores_costs_sessions_but_no_record_and_the_box_rec
         callers = subprocess.Popen(
             [
                 *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
-                *(str(path) for path in demonstration.script(demonstration.BUNDLE).callers),
+                *(str(path) for path in demonstration.script(SMALL).callers),
                 *("--socket", str(sockets), "--out", str(tmp_path / "callers.json")),
                 *("--count", str(SESSIONS), "--talk", str(talk_s), "--stagger", "3"),
             ],

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance import certify, demonstration, ledger
+from appliance import certify, ledger
 from appliance.certificate import Certificate
 from appliance.lines.synthetic import SyntheticReport
+from tests.small import SMALL
 
 
 def asked(*words: str) -> certify.Asked:
@@ -35,9 +36,7 @@ def asked(*words: str) -> certify.Asked:
 def test_a_quick_certificate_says_what_happened_whatever_happened(tmp_path: Path) -> None:
     said: list[str] = []
     shown: list[str] = []
-    code = certify.run(
-        demonstration.BUNDLE, asked("--quick"), tmp_path / "out", said.append, shown.append
-    )
+    code = certify.run(SMALL, asked("--quick"), tmp_path / "out", said.append, shown.append)
     found = msgspec.json.decode(
         (tmp_path / "out" / "certificate.json").read_bytes(), type=Certificate
     )
@@ -99,4 +98,4 @@ def test_more_sessions_than_the_bundle_steps_is_refused_with_the_numbers(tmp_pat
         )
     )  # fmt: skip
     with pytest.raises(certify.UsageError, match=r"99.*largest batch.* is 8"):
-        certify.run(demonstration.BUNDLE, too_many, tmp_path, print, print)
+        certify.run(SMALL, too_many, tmp_path, print, print)

@@ -18,6 +18,7 @@ from appliance.demonstration import Script, run_demo
 from appliance.ledger import Settled, Why
 from tests.appliance.test_report import DELIVERED, OK, call
 from tests.fakes import FakeExecutor, make_bundle
+from tests.small import SMALL
 
 pytestmark = pytest.mark.clock
 
@@ -110,7 +111,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_anybody_calls(
 
 
 def test_the_demos_own_callers_talk_for_more_than_ten_seconds() -> None:
-    script = demonstration.script(demonstration.BUNDLE)
+    script = demonstration.script(SMALL)
     assert len(script.callers) == 3
     for path in script.callers:
         assert soundfile.info(path).duration > 10

@@ -7,12 +7,12 @@ import pytest
 
 from appliance import cli
 from appliance.config import EXIT_CONFIG
-from appliance.demonstration import BUNDLE
+from tests.small import SMALL
 
 
 def config_of(folder: Path, more: str) -> Path:
     path = folder / "duplexbox.toml"
-    path.write_text(f'[engine]\nbundle = "{BUNDLE}"\n{more}'.replace("TMP", str(folder)))
+    path.write_text(f'[engine]\nbundle = "{SMALL}"\n{more}'.replace("TMP", str(folder)))
     return path
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from appliance import cli, demonstration, journal, ledger
+from appliance import cli, journal, ledger
 from appliance import replay as replays
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS as MS
@@ -29,6 +29,7 @@ from appliance.tick_loop import TickLoop, TickPolicy
 from engines import bundle as bundles
 from engines.ort_executor import OrtExecutor
 from tests.fakes import FakeClock
+from tests.small import SMALL
 
 SLOTS = 3
 SETTINGS = {"sampling.seed": 11.0, "sampling.temperature": 0.7}
@@ -63,7 +64,7 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("replay")
-    bundle = bundles.read(demonstration.BUNDLE)
+    bundle = bundles.read(SMALL)
     executor, clock, ring = OrtExecutor(bundle, SLOTS), FakeClock(), RecordRing(4096)
     grid = TickGrid(0, bundle.manifest.timing.period_ns)
     loop = TickLoop(executor, clock, grid, TickPolicy(80 * MS, 4), ring)
@@ -162,7 +163,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def replayed(made: Made, first: int = 0, last: int = 10**6) -> replays.Comparison:
     call = ledger.read_call(made.call)
     steps = replays.plan(call, journal.read(made.journal))
-    executor = OrtExecutor(bundles.read(demonstration.BUNDLE), SLOTS)
+    executor = OrtExecutor(bundles.read(SMALL), SLOTS)
     return replays.run(executor, call, steps, first, last)
 
 
@@ -197,7 +198,7 @@ def test_another_input_is_noticed_at_the_frame_where_it_was_heard(made: Made) ->
     kept = journal.read(made.journal)
     kept.said[12].pcm[:] = 0.9 * np.sin(np.arange(1920) / 8)  # a tone: other codes
     steps = replays.plan(call, kept)
-    executor = OrtExecutor(bundles.read(demonstration.BUNDLE), SLOTS)
+    executor = OrtExecutor(bundles.read(SMALL), SLOTS)
     found = replays.run(executor, call, steps, 0, 10**6)
     where = next(s.index for s in steps if s.pcm is kept.said[12].pcm)
     assert found.first_difference is not None

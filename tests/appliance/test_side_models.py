@@ -25,6 +25,7 @@ from tests.appliance.lines.test_boxes import serve
 from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
 from tests.engines.test_stream_model import weights
 from tests.fakes import PERIOD_NS, SAMPLES
+from tests.small import SMALL
 
 pytestmark = pytest.mark.clock
 
@@ -54,7 +55,7 @@ def test_three_contracts_beside_the_voice_of_two_callers(tmp_path: Path) -> None
         ran = subprocess.run(
             [
                 *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
-                *(str(path) for path in demonstration.script(demonstration.BUNDLE).callers),
+                *(str(path) for path in demonstration.script(SMALL).callers),
                 *("--socket", folder, "--count", "2", "--talk", str(TALK_S), "--stagger", "0.3"),
             ],
             cwd=ROOT,
@@ -129,7 +130,7 @@ def test_what_is_no_model_is_a_config_error_before_anything_starts(
     config = tmp_path / "box.toml"
     table = f'[[beside]]\nname = "speech"\nmodel = "silero-vad"\nfile = "{junk}"\n'
     paths = f'[control]\nsocket = "{tmp_path}/s"\n[ledger]\nfolder = "{tmp_path}"\n'
-    config.write_text(f'[engine]\nbundle = "{demonstration.BUNDLE}"\n{paths}{table}')
+    config.write_text(f'[engine]\nbundle = "{SMALL}"\n{paths}{table}')
     assert cli.main(["check", "--config", str(config)]) == EXIT_CONFIG
     assert "junk.onnx does not load" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"akiki.* is not silero-vad"):

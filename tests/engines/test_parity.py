@@ -23,14 +23,14 @@ from engines.kernels import lm_reference
 from engines.program import Bound, plan_program
 from tests.engines import fake_driver, toy
 from tests.engines.fake_driver import FakeDriver
+from tests.small import SMALL
 
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
 EAGER = CudaOptions(graphs=False)
 
 
 @pytest.fixture(scope="module")
 def demo() -> Bundle:
-    return bundle.read(DEMO, hashes=False)
+    return bundle.read(SMALL, hashes=False)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_the_stage_and_output_that_differ_are_named_with_numbers_and_remedy(
     said = str(caught.value)
     assert said.startswith(f"stage {stage} does not answer on Fake GPU through ONNX Runtime CUDA")
     assert words in said
-    assert f"duplexbox export verify {DEMO}" in said
+    assert f"duplexbox export verify {SMALL}" in said
     assert said.endswith("To start all the same: [engine] check_golden = false")
 
 
@@ -205,7 +205,7 @@ def test_one_slot_is_enough(demo: Bundle, driver: FakeDriver) -> None:
 def test_golden_data_that_is_damaged_is_the_bundles_fault(
     demo: Bundle, driver: FakeDriver, tmp_path: Path
 ) -> None:
-    shutil.copytree(DEMO, tmp_path / "demo")
+    shutil.copytree(SMALL, tmp_path / "demo")
     executor = CudaExecutor(bundle.read(tmp_path / "demo", hashes=False), 1, EAGER)
     path = tmp_path / "demo/golden/temporal.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -228,7 +228,7 @@ def box(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineConfig]
     driver = fake_driver.install(monkeypatch, real_opening=True)
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_prepare", lambda *_: None)
     monkeypatch.setattr(cuda_executor.CudaExecutor, "step", lambda *_: None)
-    yield EngineConfig(DEMO, slots=3, executor="cuda", kernels=DEMO)
+    yield EngineConfig(SMALL, slots=3, executor="cuda", kernels=SMALL)
     assert driver.held == {}
 
 
@@ -264,11 +264,11 @@ def test_the_command_says_what_was_found_and_fails_where_it_differs(
 ) -> None:
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_prepare", lambda *_: None)
     monkeypatch.setattr(parity, "_check_call", lambda *_: None)  # it replays graphs
-    assert cli.main(["check", str(DEMO), "--no-hashes"]) == 0
+    assert cli.main(["check", str(SMALL), "--no-hashes"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Fake GPU through ONNX Runtime CUDA: 4 stages answer as recorded, 4 at")
     monkeypatch.setitem(answers.TOLERANCE, "float32", 1e-15)
-    assert cli.main(["check", str(DEMO), "--no-hashes"]) == 1
+    assert cli.main(["check", str(SMALL), "--no-hashes"]) == 1
     assert "stage mimi_encode does not answer on Fake GPU" in capsys.readouterr().err
     assert driver.held == {}
 

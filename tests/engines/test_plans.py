@@ -12,14 +12,14 @@ from engines import bundle, plans
 from engines.bundle import Bundle, Dtype
 from engines.plans import Machine, Plan, Plans, PlansError, Profile, WeightInput
 from tests.engines.plan_samples import VERSION, plans_of, write
+from tests.small import SMALL
 
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
 BOX = Machine("linux-x86_64", "NVIDIA L4", "8.9", (("tensorrt_rtx", VERSION),))
 
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Bundle:
-    shutil.copytree(DEMO, tmp_path / "demo")
+    shutil.copytree(SMALL, tmp_path / "demo")
     return bundle.read(tmp_path / "demo")
 
 

@@ -14,14 +14,14 @@ from engines.bundle import Bundle, KernelSpec
 from engines.plans import Machine
 from engines.plans_shown import Found
 from tests.engines.plan_samples import VERSION, plans_of, write
+from tests.small import SMALL
 
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
 BOX = Machine("linux-x86_64", "NVIDIA L4", "8.9", (("tensorrt_rtx", VERSION),))
 
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Bundle:
-    shutil.copytree(DEMO, tmp_path / "demo")
+    shutil.copytree(SMALL, tmp_path / "demo")
     return bundle.read(tmp_path / "demo", hashes=False)
 
 
@@ -75,18 +75,20 @@ def test_a_bundle_without_plans_says_how_to_build_some(
 
 
 def test_who_runs_the_stages_that_name_a_kernel_is_said(demo: Bundle) -> None:
-    stages = [
-        msgspec.structs.replace(stage, kernel=KernelSpec("depth", {}, {}))
-        if stage.name == "depth"
-        else stage
-        for stage in demo.manifest.stages
-    ]
-    named = Bundle(demo.path, msgspec.structs.replace(demo.manifest, stages=tuple(stages)))
+    def with_kernels(named: str) -> Bundle:
+        kernel = KernelSpec("depth", {}, {})
+        stages = tuple(
+            msgspec.structs.replace(stage, kernel=kernel if stage.name == named else None)
+            for stage in demo.manifest.stages
+        )
+        return Bundle(demo.path, msgspec.structs.replace(demo.manifest, stages=stages))
+
     words = (
         "1 of 5 stages name kernels of ours: executor cuda runs those, executor tensorrt the plans"
     )
-    assert words in "\n".join(plans_shown.lines(named, [], BOX))
-    assert "kernels of ours" not in "\n".join(plans_shown.lines(demo, [], BOX))
+    assert words in "\n".join(plans_shown.lines(with_kernels("depth"), [], BOX))
+    said = "\n".join(plans_shown.lines(with_kernels("none"), [], BOX))
+    assert "kernels of ours" not in said
 
 
 def test_the_page_is_also_there_for_programs(

@@ -17,10 +17,10 @@ from engines.tensorrt_executor import TensorrtExecutor
 from engines.tensorrt_stages import PlanFailed, load_module
 from tests.engines import foreign_plan
 from tests.engines.plan_samples import plans_of
+from tests.small import SMALL
 
 pytestmark = pytest.mark.gpu
 
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
 FOREIGN = foreign_plan.read()
 PLANS = {
     "of tensorrt_rtx": FOREIGN,
@@ -34,7 +34,7 @@ PLANS = {
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_plan_that_is_none_is_refused_by_stage_and_command(tmp_path: Path, kind: str) -> None:
-    opened = bundle.read(shutil.copytree(DEMO, tmp_path / "demo"))
+    opened = bundle.read(shutil.copytree(SMALL, tmp_path / "demo"))
     trt = load_module("tensorrt")
     assert trt.__name__ == "tensorrt_lean", "the run-time that boxes have"
     device = cuda.Device()

@@ -1,7 +1,6 @@
 """What makes a plan stale, one cause at a time, and the profiles a stage gets."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,8 +13,8 @@ from export.plans import PREFILL_ROWS, Order, made_from, profiles_of, reason_to_
 from export.tensorrt_graph import prepare
 from export.tensorrt_network import RECIPE
 from tests.engines.plan_samples import VERSION, plans_of
+from tests.small import SMALL
 
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
 LM = "stages/weights/lm.bin"
 
 MADE = MadeFrom(
@@ -26,7 +25,7 @@ MADE = MadeFrom(
     version=VERSION,
     recipe=RECIPE,
 )
-PLAN = msgspec.structs.replace(plans_of(bundle.read(DEMO), 4).plans[0], made_from=MADE)
+PLAN = msgspec.structs.replace(plans_of(bundle.read(SMALL), 4).plans[0], made_from=MADE)
 
 
 def test_a_plan_whose_inputs_are_what_they_were_is_current() -> None:
@@ -84,10 +83,10 @@ def test_every_field_a_plan_depends_on_is_compared() -> None:
 
 
 def test_weights_outside_the_plan_do_not_make_it_stale() -> None:
-    manifest = bundle.read(DEMO).manifest
+    manifest = bundle.read(SMALL).manifest
     stage = next(stage for stage in manifest.stages if stage.name == "temporal")
     order = Order(largest_batch=4, weights="inputs", version=VERSION)
-    prepared = prepare(DEMO, stage.graph, "inputs")
+    prepared = prepare(SMALL, stage.graph, "inputs")
     made = made_from(manifest, stage, prepared, plans.exact(4), order)
     # The small model has no large weight, so its file counts; with none inside, it must not.
     assert made.constants == {LM: manifest.files[LM].sha256}

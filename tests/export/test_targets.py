@@ -1,7 +1,5 @@
 """The table of GPUs: what is found, what is refused, and the arithmetic of room."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 import tensorrt_rtx
@@ -11,8 +9,7 @@ from engines.bundle import Manifest
 from engines.plans import INSTALL, Machine
 from export import targets
 from export.targets import ARM, RTX_CAPABILITIES, TARGETS, X86, Target, UnknownTarget
-
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
+from tests.small import SMALL
 
 DESK = Machine(platform=X86, versions=(("tensorrt_rtx", "1.7.1.116"),))
 """A machine with the builder and no GPU."""
@@ -20,7 +17,7 @@ DESK = Machine(platform=X86, versions=(("tensorrt_rtx", "1.7.1.116"),))
 
 @pytest.fixture(scope="module")
 def manifest() -> Manifest:
-    return bundle.read(DEMO, hashes=False).manifest
+    return bundle.read(SMALL, hashes=False).manifest
 
 
 def test_names_are_found_however_they_are_written() -> None:

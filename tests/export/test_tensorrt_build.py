@@ -29,11 +29,11 @@ from export.tensorrt_build import Job, build, build_in_child, summary
 from export.tensorrt_graph import prepare
 from export.tensorrt_network import NotBuilt, Wanted
 from tests.engines.plan_samples import plans_of
+from tests.small import SMALL
 
 pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "appliance/demo/bundle"
 TARGETS = {"sm_86": "8.6", "sm_89": "8.9", "sm_120": "12.0"}
 BATCHES = {"sm_86": 1, "sm_89": 3, "sm_120": 2}
 """Largest; every profile takes half as long again as the first."""
@@ -43,7 +43,7 @@ BATCH = BATCHES["sm_89"]
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("plans")
-    shutil.copytree(DEMO, folder / "moshi")
+    shutil.copytree(SMALL, folder / "moshi")
     persona = bundle_build.build_seeded("personaplex-small", folder / "personaplex")
     return {"moshi": bundle.read(folder / "moshi"), "personaplex": persona}
 
@@ -189,7 +189,7 @@ def test_a_full_width_stage_builds_without_its_weights(
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Bundle:
-    shutil.copytree(DEMO, tmp_path / "demo")
+    shutil.copytree(SMALL, tmp_path / "demo")
     return bundle.read(tmp_path / "demo")
 
 

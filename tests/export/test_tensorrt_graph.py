@@ -11,13 +11,12 @@ from engines.bundle import Bundle
 from engines.plans import WeightsForm
 from export import tensorrt_graph, to_onnx
 from export.tensorrt_graph import LARGE_BYTES, prepare
-
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
+from tests.small import SMALL
 
 
 @pytest.fixture(scope="module")
 def demo() -> Bundle:
-    return bundle.read(DEMO)
+    return bundle.read(SMALL)
 
 
 @pytest.mark.parametrize("form", ["inputs", "constants"])
@@ -25,7 +24,7 @@ def test_a_small_model_keeps_its_weights_inside(demo: Bundle, form: WeightsForm)
     for stage in demo.manifest.stages:
         if not stage.graph:
             continue
-        prepared = prepare(DEMO, stage.graph, form)
+        prepared = prepare(SMALL, stage.graph, form)
         assert prepared.weights == ()
         assert prepared.constant_files
         assert set(prepared.constant_files) <= set(demo.manifest.files)
@@ -40,7 +39,7 @@ def test_a_small_model_keeps_its_weights_inside(demo: Bundle, form: WeightsForm)
 
 def test_the_lengths_of_one_row_attention_are_found_and_masks_have_none(demo: Bundle) -> None:
     found = {
-        stage.name: prepare(DEMO, stage.graph, "inputs")
+        stage.name: prepare(SMALL, stage.graph, "inputs")
         for stage in demo.manifest.stages
         if stage.graph
     }

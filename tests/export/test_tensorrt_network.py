@@ -16,20 +16,20 @@ from engines.bundle import Dtype, StageSpec, TensorSpec
 from export import tensorrt_network as network
 from export.tensorrt_graph import DTYPES, prepare
 from export.tensorrt_network import Log, NetworkDiffers, NotBuilt, NotParsed, Wanted
+from tests.small import SMALL
 
-DEMO = Path(__file__).parents[2] / "appliance/demo/bundle"
 ONNX_DTYPES = {name: number for number, name in DTYPES.items()}
 
 
 def wanted_of(name: str) -> Wanted:
-    manifest = bundle.read(DEMO, hashes=False).manifest
+    manifest = bundle.read(SMALL, hashes=False).manifest
     stage = next(stage for stage in manifest.stages if stage.name == name)
     rings = {region.name for region in manifest.regions if region.in_place}
     return Wanted(
-        DEMO,
+        SMALL,
         stage,
         frozenset(rings & {spec.name for spec in stage.inputs}),
-        prepare(DEMO, stage.graph, "inputs"),
+        prepare(SMALL, stage.graph, "inputs"),
         plans.exact(3),
         "8.9",
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from appliance.clock import NS_PER_S, MonotonicClock
 from appliance.control import BoxGone
-from appliance.demonstration import BUNDLE
 from appliance.status import ask
+from tests.small import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK = MonotonicClock()
@@ -57,7 +57,7 @@ class Stand:
     def start_box(self) -> None:
         config = self.folder / "box.toml"
         config.write_text(
-            f'[engine]\nbundle = "{BUNDLE}"\nslots = {self.slots}\n'
+            f'[engine]\nbundle = "{SMALL}"\nslots = {self.slots}\n'
             f'[control]\nsocket = "{self.socket}"\n'
             f'[ledger]\nfolder = "{self.folder / "calls"}"\n'
             f'[persona]\nsnapshots = "{self.folder / "personas"}"\n'

@@ -20,6 +20,7 @@ from appliance.lines.boxes import Boxes, News
 from appliance.lines.synthetic import SyntheticReport
 from appliance.step_model import StepModel
 from tests.appliance.test_box import DEADLINE_S, Running, spend
+from tests.small import SMALL
 
 pytestmark = pytest.mark.clock
 
@@ -179,7 +180,7 @@ def lose_one(folder: Path, sockets: Path) -> int:
     callers = subprocess.Popen(
         [
             *(sys.executable, "-m", "duplexbox", "appliance", "callers"),
-            *(str(path) for path in demonstration.script(demonstration.BUNDLE).callers),
+            *(str(path) for path in demonstration.script(SMALL).callers),
             *("--socket", str(sockets), "--out", str(folder / "callers.json")),
             *("--count", "4", "--talk", "6", "--stagger", "0.3", "--jitter-ms", "0", "--loss", "0"),
         ],
@@ -224,7 +225,7 @@ def serve(
 ) -> "subprocess.Popen[str]":
     config = folder / f"{name}.toml"
     config.write_text(
-        f'[engine]\nbundle = "{demonstration.BUNDLE}"\nslots = 4\n'
+        f'[engine]\nbundle = "{SMALL}"\nslots = 4\n'
         f"[clock]\ndrain_s = 1\nrealtime_priority = {priority}\n"
         f'[control]\nsocket = "{sockets / f"{name}.sock"}"\n[ledger]\nfolder = "{folder / name}"\n'
         f"[admission]\ncalibrate_s = 1\nmin_margin_ms = 0\n{more}"

@@ -16,7 +16,6 @@ from aiohttp import ClientSession
 from yarl import URL
 
 from appliance import control
-from appliance.demonstration import BUNDLE
 from appliance.lines.limits import Bucket
 from appliance.lines.tls import KEPT_IN
 from appliance.lines.web_door import may_call
@@ -30,6 +29,7 @@ from appliance.lines.websocket import (
     read_options,
 )
 from tests.fakes_line import FakeBox
+from tests.small import SMALL
 from tests.web_clients import call
 
 pytestmark = pytest.mark.clock
@@ -152,7 +152,7 @@ def test_the_command_serves_https_and_a_page_and_stops_when_told(tmp_path: Path)
     env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     with FakeBox(tmp_path) as box:
         # Its bundle has to be one that can be read; nothing else is asked of it.
-        box.welcome = msgspec.structs.replace(box.welcome, bundle=str(BUNDLE))
+        box.welcome = msgspec.structs.replace(box.welcome, bundle=str(SMALL))
         line = subprocess.Popen(
             [
                 *(sys.executable, "-W", "error", "-m", "duplexbox", "appliance", "websocket"),
