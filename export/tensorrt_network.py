@@ -13,6 +13,7 @@ TensorRT says that it has no kernel for it. TF32 is off: it would change the cod
 Not here: files, processes and time (`tensorrt_build`), what may be built where (`targets`).
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,37 +91,65 @@ def build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
 
     Raises `NotParsed`, `NotBuilt` or `NetworkDiffers`.
     """
+    # TensorRT holds a lock of its own while it calls our logger. A builder that cyclic collection
+    # came upon there would wait for that lock for ever, so nothing is collected meanwhile, and no
+    # traceback keeps a builder in a cycle.
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        return _build(trt, wanted, progress)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
     stage, strict = wanted.stage, True
-    while True:
-        log = Log(trt)
-        builder = trt.Builder(log.sink)
-        network = parse(trt, builder, log, wanted)
-        attentions = attentions_of(trt, network)
-        restore_lengths(trt, network, attentions, wanted.prepared)
-        attention = _choose_kernels(trt, attentions, strict)
-        settings = configure(trt, builder, network, wanted)
-        monitor = _monitor(trt, progress)
-        settings.config.progress_monitor = monitor
-        if faults := list(network_faults(trt, network, settings, wanted)):
-            raise NetworkDiffers(f"stage {stage.name}: the network differs: {'; '.join(faults)}")
-        plan = builder.build_serialized_network(network, settings.config)
-        if plan is not None:
-            return Built(memoryview(plan), attention, _timings(trt, settings.config))
-        if attention == "strict" and any(NO_FUSED_KERNEL in error for error in log.errors):
-            strict = False
-            continue
-        said = log.errors[-1] if log.errors else "no reason was given"
-        if NO_TACTIC in said and (narrow := _too_narrow(attentions, wanted.profiles)):
-            raise NotBuilt(
-                f"stage {stage.name}: {trt.__name__} {trt.__version__} has no kernel for attention "
-                f"of {narrow}. Use a model with {FEWEST_ROWS} heads or more, each a multiple of "
-                f"{HEAD_STEP} wide, or run this bundle on the CUDA executor, which needs no plans"
-            )
-        raise NotBuilt(
-            f"stage {stage.name} was parsed but {trt.__name__} {trt.__version__} could not build "
-            f"it for batches of {described(wanted.profiles)}: {said}. Change the shape it names "
-            f"in the model, or run this bundle on the CUDA executor, which needs no plans"
+    builder: Any = None
+    network: Any = None
+    attentions: Any = None
+    settings: Any = None
+    try:
+        while True:
+            log = Log(trt)
+            builder = trt.Builder(log.sink)
+            network = parse(trt, builder, log, wanted)
+            attentions = attentions_of(trt, network)
+            restore_lengths(trt, network, attentions, wanted.prepared)
+            attention = _choose_kernels(trt, attentions, strict)
+            settings = configure(trt, builder, network, wanted)
+            monitor = _monitor(trt, progress)
+            settings.config.progress_monitor = monitor
+            if faults := list(network_faults(trt, network, settings, wanted)):
+                raise NetworkDiffers(
+                    f"stage {stage.name}: the network differs: {'; '.join(faults)}"
+                )
+            plan = builder.build_serialized_network(network, settings.config)
+            if plan is not None:
+                return Built(memoryview(plan), attention, _timings(trt, settings.config))
+            if attention == "strict" and any(NO_FUSED_KERNEL in error for error in log.errors):
+                strict = False
+                continue
+            raise NotBuilt(_why_not_built(trt, wanted, attentions, log))
+    finally:
+        builder = network = attentions = settings = None
+
+
+def _why_not_built(trt: Any, wanted: Wanted, attentions: Mapping[str, Any], log: Log) -> str:
+    named = f"stage {wanted.stage.name}"
+    said = log.errors[-1] if log.errors else "no reason was given"
+    if NO_TACTIC in said and (narrow := _too_narrow(attentions, wanted.profiles)):
+        return (
+            f"{named}: {trt.__name__} {trt.__version__} has no kernel for attention "
+            f"of {narrow}. Use a model with {FEWEST_ROWS} heads or more, each a multiple of "
+            f"{HEAD_STEP} wide, or run this bundle on the CUDA executor, which needs no plans"
         )
+    return (
+        f"{named} was parsed but {trt.__name__} {trt.__version__} could not build "
+        f"it for batches of {described(wanted.profiles)}: {said}. Change the shape it names "
+        f"in the model, or run this bundle on the CUDA executor, which needs no plans"
+    )
 
 
 def network_faults(trt: Any, network: Any, settings: Settings, wanted: Wanted) -> Iterator[str]:

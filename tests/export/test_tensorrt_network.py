@@ -1,5 +1,6 @@
 """The network is held to the bundle: each check is shown a network that breaks it."""
 
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ class Bench:
 
     def __init__(self, wanted: Wanted, restore: bool = True) -> None:
         self.wanted, self.log = wanted, Log(trt)
+        gc.collect()  # no dead builder may be found while TensorRT logs: it would wait for ever
         self.builder = trt.Builder(self.log.sink)
         self.network = network.parse(trt, self.builder, self.log, wanted)
         if restore:
