@@ -131,14 +131,16 @@ def _build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
             if attention == "strict" and any(NO_FUSED_KERNEL in error for error in log.errors):
                 strict = False
                 continue
-            raise NotBuilt(_why_not_built(trt, wanted, attentions, log))
+            raise NotBuilt(_why_not_built(trt, wanted, attentions, log.errors))
     finally:
         builder = network = attentions = settings = None
 
 
-def _why_not_built(trt: Any, wanted: Wanted, attentions: Mapping[str, Any], log: Log) -> str:
+def _why_not_built(
+    trt: Any, wanted: Wanted, attentions: Mapping[str, Any], errors: Sequence[str]
+) -> str:
     named = f"stage {wanted.stage.name}"
-    said = log.errors[-1] if log.errors else "no reason was given"
+    said = errors[-1] if errors else "no reason was given"
     if NO_TACTIC in said and (narrow := _too_narrow(attentions, wanted.profiles)):
         return (
             f"{named}: {trt.__name__} {trt.__version__} has no kernel for attention "
