@@ -49,13 +49,18 @@ class News:
     """Origin of the grid of the box it came from."""
 
 
-class Caller(Protocol):
+class Hearer(Protocol):
     """A call, as far as its box has something to say to it."""
 
     def admitted(self, message: control.Admitted, now_ns: int, t0_ns: int) -> None: ...
     def refused(self, message: control.Refused, now_ns: int) -> None: ...
     def gone(self, message: control.Gone, now_ns: int) -> None: ...
     def lost(self, why: str, now_ns: int) -> None: ...
+
+
+class Caller(Hearer, Protocol):
+    """A call that also has something to do in each turn."""
+
     def advance(self, now_ns: int) -> list[control.ToBox]: ...
 
 
@@ -167,7 +172,7 @@ class Boxes:
         """
         heard = [news for news in self.receive(0.0) if news.call in calls]
         for news in heard:
-            _deliver(news, calls[news.call], self._clock.now_ns())
+            tell(news, calls[news.call], self._clock.now_ns())
         for number, call in calls.items():
             for message in call.advance(self._clock.now_ns()):
                 self.send(number, message)
@@ -282,7 +287,8 @@ class Boxes:
                 self._ask_next(placing)
 
 
-def _deliver(news: News, call: Caller, now_ns: int) -> None:
+def tell(news: News, call: Hearer, now_ns: int) -> None:
+    """Hand news to the call it is for."""
     match news.message:
         case control.Admitted() as message:
             call.admitted(message, now_ns, news.t0_ns)

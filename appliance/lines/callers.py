@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from appliance import control
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock, MonotonicClock
-from appliance.lines.boxes import Boxes, Lost, News
+from appliance.lines.boxes import Boxes, tell
 from appliance.lines.resample import Quality, Resampler
 from appliance.lines.synthetic import Network, SyntheticCall, SyntheticPlan, SyntheticReport
 from appliance.lines.wav import WavError, WavReader
@@ -134,19 +134,7 @@ class CallersLine:
         waits = [call.wake_ns(now_ns) - now_ns for call in self.calls if not call.is_over]
         wait_s = max(0.0, min(waits, default=0) / NS_PER_S)
         for news in self._boxes.receive(min(wait_s, LONGEST_SLEEP_S)):
-            self._hear(self.calls[news.call - 1], news)
-
-    def _hear(self, call: SyntheticCall, news: News) -> None:
-        now_ns = self._clock.now_ns()
-        match news.message:
-            case control.Admitted() as message:
-                call.admitted(message, now_ns, news.t0_ns)
-            case control.Refused() as message:
-                call.refused(message, now_ns)
-            case control.Gone() as message:
-                call.gone(message, now_ns)
-            case Lost() as lost:
-                call.end(now_ns, lost.why)
+            tell(news, self.calls[news.call - 1], self._clock.now_ns())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

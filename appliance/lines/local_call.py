@@ -198,6 +198,10 @@ class LocalCall:
         wanted = {State.LISTENING: "finished", State.LEAVING: "left"}.get(self.state)
         self.end(now_ns, "" if message.why == wanted else f"the box ended the call: {message.why}")
 
+    def lost(self, why: str, now_ns: int) -> None:
+        """The box itself is gone."""
+        self.end(now_ns, why)
+
     def end(self, now_ns: int, trouble: str = "") -> None:
         """Settle what is in hand and let go of everything."""
         if self.is_over:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from appliance import control
 from appliance.clock import NS_PER_MS, NS_PER_S, Clock
-from appliance.lines.boxes import Boxes, Lost, News
+from appliance.lines.boxes import Boxes, tell
 from appliance.lines.local_call import POLL_NS, LocalCall, State
 from appliance.lines.local_rings import Exchange
 from appliance.lines.local_screen import HELP, LEAVE_KEY, MUTE_KEY, Screen, View
@@ -114,7 +114,7 @@ class LocalLine:
         wake_ns = call.wake_ns(now_ns) if self._has_settled else now_ns + POLL_NS
         wait_s = max(0.0, (wake_ns - now_ns) / NS_PER_S)
         for news in self._boxes.receive(min(wait_s, LONGEST_SLEEP_S)):
-            self._hear(news)
+            tell(news, self._call, self._clock.now_ns())
 
     def _settled(self, now_ns: int) -> bool:
         if not self._has_settled:
@@ -156,18 +156,6 @@ class LocalLine:
         else:
             call.microphone, call.speaker = self._ends(exchange)
             call.microphone.muted = self.muted
-
-    def _hear(self, news: News) -> None:
-        call, now_ns = self._call, self._clock.now_ns()
-        match news.message:
-            case control.Admitted() as message:
-                call.admitted(message, now_ns, news.t0_ns)
-            case control.Refused() as message:
-                call.refused(message, now_ns)
-            case control.Gone() as message:
-                call.gone(message, now_ns)
-            case Lost() as lost:
-                call.end(now_ns, lost.why)
 
     def _show(self, now_ns: int) -> None:
         call = self._call

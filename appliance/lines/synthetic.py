@@ -203,6 +203,10 @@ class SyntheticCall:
         """The box has ended the session, whether or not we wanted it to."""
         self.end(now_ns, message.why)
 
+    def lost(self, why: str, now_ns: int) -> None:
+        """The box itself is gone."""
+        self.end(now_ns, why)
+
     def end(self, now_ns: int, ended: str) -> None:
         """Settle what is in hand and let go of the channel. A second time changes nothing."""
         if self.is_over:
