@@ -119,6 +119,26 @@ def likeness(said: NDArray[np.float32], heard: NDArray[np.float32]) -> tuple[flo
     return float(cross[at]) / norm, (at if at < size / 2 else at - size) / RATE_HZ
 
 
+def in_pieces(said: NDArray[np.float32], heard: NDArray[np.float32]) -> float:
+    """Median of how like each 240 ms of what was said the best place in what was heard is.
+
+    A frame that came too late shifts the rest by its length; `likeness` of the whole is lost then.
+    """
+    size, found = RATE_HZ * 240 // 1000, []
+    span = 2 ** int(np.ceil(np.log2(size + heard.size)))
+    spectrum = np.fft.rfft(heard, span)
+    energy = np.concatenate([[0.0], np.cumsum(heard.astype(float) ** 2)])
+    there = energy[size:] - energy[:-size]
+    there = np.maximum(there, there.max() / 1000)
+    for piece in said[: said.size // size * size].reshape(-1, size):
+        own = float((piece.astype(float) ** 2).sum())
+        if own < size * float((said.astype(float) ** 2).mean()) / 10:
+            continue  # a pause is like any other
+        cross = np.fft.irfft(spectrum * np.conj(np.fft.rfft(piece, span)))[: there.size]
+        found.append(float((cross / np.sqrt(there * own)).max()))
+    return float(np.median(found))
+
+
 def buffer_of(heard: Heard) -> PageBuffer:
     page = PageBuffer()
     for pcm, at_ms in zip(heard.pcm, heard.arrived_ms, strict=True):
@@ -180,9 +200,8 @@ def test_two_pages_hear_their_own_echo_and_drop_nothing(
         assert set(h.kinds) <= {0, 1, 2, 4}
         assert "so it goes so it goes" in h.text
     for index in (0, 1):
-        mine, _ = likeness((speech, other)[index], heard[index].audio)
-        foreign, _ = likeness((other, speech)[index], heard[index].audio)
-        assert mine > 2 * foreign
+        assert in_pieces((speech, other)[index], heard[index].audio) > 0.75  # 0.88 through Opus
+        assert in_pieces((other, speech)[index], heard[index].audio) < 0.65  # 0.5
 
 
 def test_a_client_that_streams_at_once_gets_no_backlog(
