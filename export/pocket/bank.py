@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
-from export.pocket.world import CALLER, DESK_PHRASES, DIGITS, NAMES, Kind
+from export.pocket.world import CALLER, DESK_PHRASES, DIGITS, NAMES, Group, Kind
 
 GAP_SAMPLES = 1_200
 """Of silence between two chunks of a voice."""
@@ -89,16 +89,21 @@ def _decoded(path: Path) -> npt.NDArray[np.int16]:
     return np.asarray(sound)
 
 
-def make(folder: Path, seed: int, held_out: bool, say: Say) -> Index:
-    """Let every voice say everything, and write the bank of the training or the held-out voices."""
+def make(folder: Path, seed: int, group: Group, say: Say) -> Index:
+    """Let every voice of a group say everything, and write their bank; go on where it stopped."""
     from export.pocket import voices
 
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [voice for voice in voices.callers(seed) if voice.held_out == held_out]
-    chunks: list[Chunk] = []
+    chosen = [voice for voice in voices.callers(seed) if voice.group is group]
+    names = tuple(voice.name for voice in chosen)
+    index = Index(voices.RATE_HZ, seed, names, voices.DESK.name, _kept(folder, seed, names))
+    there = {chunk.voice for chunk in index.chunks}
     for n, voice in enumerate([*chosen, voices.DESK]):
-        asked = desk_chunks() if voice is voices.DESK else caller_chunks(seed, n, held_out)
-        sounds, at = [], 0
+        if voice.name in there:
+            continue
+        is_desk = voice is voices.DESK
+        asked = desk_chunks() if is_desk else caller_chunks(seed, n, group is not Group.TRAINING)
+        chunks, sounds, at = [], [], 0
         for kind, text, form in asked:
             spoken = voices.speak(voice, text + {WITHIN: ",", AT_END: "."}.get(form, ""))
             starts = spoken.word_starts_s
@@ -106,11 +111,21 @@ def make(folder: Path, seed: int, held_out: bool, say: Say) -> Index:
             sounds += [spoken.sound, np.zeros(GAP_SAMPLES, np.float32)]
             at += len(spoken.sound) + GAP_SAMPLES
         (folder / f"{voice.name}.opus").write_bytes(voices.as_opus(np.concatenate(sounds)))
-        say(f"{voice.name}: {len(sounds) // 2} chunks, {at / voices.RATE_HZ:.0f} s")
-    names = tuple(voice.name for voice in chosen)
-    index = Index(voices.RATE_HZ, seed, names, voices.DESK.name, tuple(chunks))
-    (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
+        index = msgspec.structs.replace(index, chunks=(*index.chunks, *chunks))
+        (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
+        say(f"{voice.name}: {len(chunks)} chunks, {at / voices.RATE_HZ:.0f} s")
     return index
+
+
+def _kept(folder: Path, seed: int, names: tuple[str, ...]) -> tuple[Chunk, ...]:
+    """What an earlier run of the same seed got done, of voices that are still in their places."""
+    if not (folder / INDEX).is_file():
+        return ()
+    index = msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
+    if index.seed != seed:
+        return ()
+    same = {mine for mine, old in zip(names, index.callers, strict=False) if mine == old}
+    return tuple(chunk for chunk in index.chunks if chunk.voice in same | {index.desk})
 
 
 Asked = Iterable[tuple[str, str, str]]

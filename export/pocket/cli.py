@@ -12,7 +12,12 @@ def main(argv: list[str] | None = None) -> int:
     bank = verbs.add_parser("bank", help="let every voice say everything (espeak-ng, flite, Piper)")
     bank.add_argument("folder", type=Path)
     bank.add_argument("--seed", type=int, default=0)
-    bank.add_argument("--held-out", action="store_true", help="the voices training never hears")
+    bank.add_argument(
+        "--voices",
+        choices=("training", "tuning", "held-out"),
+        default="training",
+        help="tuning: settings are chosen on these; held-out: figures are told of these",
+    )
     train = verbs.add_parser("train", help="train codec and language model for so many seconds")
     train.add_argument("bank", type=Path)
     train.add_argument("out", type=Path, help="where checkpoints are and will be")
@@ -28,13 +33,14 @@ def main(argv: list[str] | None = None) -> int:
     revive.add_argument("out", type=Path)
     revive.add_argument("--bank", type=Path, required=True, help="what training will go on with")
     callers = verbs.add_parser("callers", help="the demo's callers, by voices training never heard")
-    callers.add_argument("bank", type=Path, help="made with --held-out")
+    callers.add_argument("bank", type=Path, help="made with --voices held-out")
     callers.add_argument("folder", type=Path)
     asked = parser.parse_args(argv)
     if asked.verb == "bank":
         from export.pocket import bank as banks
+        from export.pocket.world import Group
 
-        index = banks.make(asked.folder, asked.seed, asked.held_out, say)
+        index = banks.make(asked.folder, asked.seed, Group(asked.voices), say)
         say(f"{asked.folder}: {len(index.callers)} callers, {len(index.chunks)} chunks")
     if asked.verb == "train":
         from export.pocket.lease import Wanted, run

