@@ -1,13 +1,17 @@
 """How well the pocket model converses, and how well its codec is understood.
 
-    python -m bench.pocket talk BUNDLE HELD_BANK [--each N] [--g711] [--set NAME=VALUE] [--out DIR]
+    python -m bench.pocket box BUNDLE HELD_BANK [--each N] [--kinds KIND,...] [--g711] [--listen]
+    python -m bench.pocket talk BUNDLE HELD_BANK [the same]
     python -m bench.pocket codec BUNDLE HELD_BANK [--words N]
 
-`talk` holds short calls with voices and scripts that training never heard: numbers read back,
-names, interruptions, pauses, silence. The callers' sound goes through the box's own resampler and,
-with --g711, through 8 kHz and mu-law in both directions; the model runs on the engine the box
-serves from, as fast as it can rather than on the clock. `codec` gives the distance of mel spectra
-between speech and its copy, and how many digits a recogniser (pocketsphinx) gets right in both.
+`box` and `talk` hold short calls with voices and scripts that training never heard: numbers read
+back, names, interruptions, pauses, silence. `box` plays them into a box on the real clock, eight
+at once (`pocket_box`); with --g711 they are 8 kHz mu-law files, and what comes back is judged after
+mu-law, too. `talk` runs the engine the box serves from as fast as it can, which is enough to
+compare settings (--set sampling.text_temperature=0); callers' sound goes through the box's
+resampler. With --listen, pocketsphinx says which digits the answer's sound holds. `codec` gives the
+distance of mel spectra between speech and its copy, and how many digits pocketsphinx gets right in
+both.
 
 Made for one machine; no decision of the box hangs on it.
 """
@@ -15,6 +19,7 @@ Made for one machine; no decision of the box hangs on it.
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,65 +28,136 @@ import soundfile
 import torch
 
 from appliance.lines.resample import Quality, Resampler
+from bench import pocket_box
+from bench.pocket_box import SLOTS, Answer
 from engines import bundle
 from engines.ort_executor import OrtExecutor
 from export.pocket import bank, trials
 from export.pocket.codec_losses import MelDistance
 from export.pocket.mix import Mixer
 from export.pocket.script import CALLER, FRAME, RATE_HZ, Stage
-from export.pocket.trials import Sound, Trial
-from export.pocket.world import Kind
+from export.pocket.trials import FRAME_S, KINDS, Sound, Trial, Verdict
+from export.pocket.world import DIGITS, Kind
 
 TELEPHONE_HZ = 8_000
-SLOTS = 8
+Recognise = Callable[[Sound], list[str]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("talk", "codec"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("box", "talk", "codec"))
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("held", type=Path, help="export.pocket.cli bank --held-out")
+    parser.add_argument("held", type=Path, help="export.pocket.cli bank --voices held-out")
     parser.add_argument("--each", type=int, default=48, help="trials of each kind")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas")
     parser.add_argument("--words", type=int, default=200, help="numbers the recogniser hears")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--g711", action="store_true")
+    parser.add_argument("--listen", action="store_true", help="digits of the answer's sound, too")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--json", type=Path, help="every trial and its verdict")
     parser.add_argument("--out", type=Path, help="keep calls as WAV files, caller left")
     args = parser.parse_args()
     stage = Stage(bank.read(args.held))
-    executor = OrtExecutor(bundle.read(args.bundle), SLOTS)
-    found = talk(stage, executor, args) if args.what == "talk" else codec(stage, args)
+    found = codec(stage, args) if args.what == "codec" else talk(stage, args)
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return 0
 
 
-def talk(stage: Stage, executor: OrtExecutor, args: argparse.Namespace) -> dict[str, float]:
+def talk(stage: Stage, args: argparse.Namespace) -> dict[str, float]:
+    """Hold all trials and judge them."""
     mixer = Mixer(stage, torch.device("cpu"))
-    asked = trials.trials(stage, args.seed, args.each)
+    asked = trials.trials(stage, args.seed, args.each, kinds=args.kinds.split(","))
+    clock: dict[str, float] = {}
+    if args.what == "box":
+        with tempfile.TemporaryDirectory(prefix="pocket-") as folder:
+            answers, clock = in_a_box(args, mixer, asked, Path(folder))
+    else:
+        answers = on_the_engine(args, mixer, asked)
+    recognise = recogniser() if args.listen else None
+    verdicts, rows, lost = [], [], 0
+    for n, (trial, answer) in enumerate(zip(asked, answers, strict=True)):
+        if isinstance(answer, str):
+            sys.stderr.write(f"no call: {answer}\n")
+            lost += 1
+            verdicts.append((trial, Verdict(right=False)))
+            continue
+        sound = telephone(answer.sound) if args.g711 else answer.sound
+        verdict = trials.judge(trial, sound, answer.text, answer.delay_s)
+        verdicts.append((trial, verdict))
+        row: dict[str, object] = {
+            "kind": trial.kind,
+            "voice": trial.voice,
+            "said": " ".join(trial.said),
+        }
+        row |= {"ends_s": round(trial.ends_s, 3), "delay_s": round(answer.delay_s, 4)}
+        row |= {field: getattr(verdict, field) for field in Verdict.__slots__}
+        if recognise and trial.kind in ("number", "pause"):
+            row |= listened(recognise, trial, sound, answer)
+        rows.append(row)
+        sys.stderr.write(f"{json.dumps(row)}\n")
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            soundfile.write(args.out / f"{n:03}-{trial.kind}.wav", sound, RATE_HZ)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    found = trials.summary(verdicts) | {"calls lost": lost} | clock
+    sure = [row for row in rows if "heard" in row]
+    if sure:
+        same = [row["heard"] == row["wrote"] for row in sure]
+        found["answers whose sound is heard as their text"] = round(float(np.mean(same)), 4)
+    return found
+
+
+def in_a_box(
+    args: argparse.Namespace, mixer: Mixer, asked: list[Trial], folder: Path
+) -> tuple[list[Answer | str], dict[str, float]]:
+    """On the clock, from files."""
+    files = []
+    for n, trial in enumerate(asked):
+        path = folder / f"{n:03}-{trial.kind}.wav"
+        sound = spoken(mixer, trial)
+        if args.g711:
+            narrow = resampled(sound, RATE_HZ, TELEPHONE_HZ)
+            soundfile.write(path, narrow, TELEPHONE_HZ, subtype="ULAW")
+        else:
+            soundfile.write(path, sound, RATE_HZ, subtype="PCM_16")
+        files.append(path)
+    return pocket_box.converse(args.bundle, files, args.set, folder)
+
+
+def on_the_engine(args: argparse.Namespace, mixer: Mixer, asked: list[Trial]) -> list[Answer | str]:
+    """As fast as it goes, `SLOTS` at once."""
+    executor = OrtExecutor(bundle.read(args.bundle), SLOTS)
     settings = {name: float(value) for name, _, value in (s.partition("=") for s in args.set)}
-    verdicts = []
+    found: list[Answer | str] = []
     for first in range(0, len(asked), SLOTS):
-        group = asked[first : first + SLOTS]
-        callers = [heard(mixer, trial, args.g711) for trial in group]
-        sounds, texts = converse(executor, callers, settings)
-        for n, (trial, sound, text) in enumerate(zip(group, sounds, texts, strict=True)):
-            reply = telephone(sound) if args.g711 else sound
-            verdict = trials.judge(trial, reply, text)
-            verdicts.append((trial, verdict))
-            said = " ".join((trial.kind, trial.voice, *trial.said))
-            sys.stderr.write(f"{said} -> {verdict}\n")
-            if args.out:
-                args.out.mkdir(parents=True, exist_ok=True)
-                both = np.stack([callers[n], reply], axis=1)
-                soundfile.write(args.out / f"{first + n:03}-{trial.kind}.wav", both, RATE_HZ)
-    return trials.summary(verdicts)
+        group = [spoken(mixer, trial) for trial in asked[first : first + SLOTS]]
+        callers = [telephone(sound) if args.g711 else sound for sound in group]
+        found += converse(executor, callers, settings, first)
+    return found
 
 
-def heard(mixer: Mixer, trial: Trial, g711: bool) -> Sound:
-    """What the model hears of a trial: (frames * FRAME,)."""
+def listened(recognise: Recognise, trial: Trial, sound: Sound, answer: Answer) -> dict[str, str]:
+    """The digits the model wrote after the caller's end, and those heard in its sound meanwhile."""
+    words = [(at, w) for at, w in trials.timed(answer.text, answer.delay_s) if at > trial.ends_s]
+    first = next((n for n, (_, word) in enumerate(words) if word in DIGITS), None)
+    if first is None:
+        return {}
+    last = next((n for n in range(first, len(words)) if words[n][1] not in DIGITS), len(words))
+    begins, until = words[first][0], words[last][0] if last < len(words) else words[-1][0] + 0.8
+    part = slice(*(round(max(0, at - answer.delay_s) * RATE_HZ) for at in (begins - 0.1, until)))
+    wrote = " ".join(word for _, word in words[first:last])
+    return {"wrote": wrote, "heard": " ".join(recognise(sound[part]))}
+
+
+def spoken(mixer: Mixer, trial: Trial) -> Sound:
+    """A trial's caller, before any telephone: (frames * FRAME,)."""
     sound = mixer.calls([trial.call], torch.Generator().manual_seed(len(trial.voice)))
-    caller = sound[0, CALLER].numpy()
-    return telephone(caller) if g711 else caller
+    found: Sound = sound[0, CALLER].numpy()
+    return found
 
 
 def telephone(sound: Sound) -> Sound:
@@ -100,11 +176,11 @@ def resampled(sound: Sound, from_hz: int, to_hz: int) -> Sound:
 
 
 def converse(
-    executor: OrtExecutor, callers: list[Sound], settings: dict[str, float]
-) -> tuple[list[Sound], list[list[int]]]:
-    """Calls side by side, each from its first frame: the model's sound and text."""
+    executor: OrtExecutor, callers: list[Sound], settings: dict[str, float], seed: int
+) -> list[Answer | str]:
+    """Calls side by side, each from its first frame."""
     for slot in range(len(callers)):
-        executor.join(slot, {"sampling.seed": slot + 1} | settings)
+        executor.join(slot, {"sampling.seed": seed + slot + 1} | settings)
     frames = len(callers[0]) // FRAME
     sounds = np.zeros((len(callers), frames, FRAME), np.float32)
     texts: list[list[int]] = [[] for _ in callers]
@@ -116,7 +192,8 @@ def converse(
             if executor.valid[slot]:
                 sounds[slot, frame] = executor.audio_out[slot]
             texts[slot].append(int(executor.text[slot]) if executor.valid[slot] else -1)
-    return list(sounds.reshape(len(callers), -1)), texts
+    found = sounds.reshape(len(callers), -1)
+    return [Answer(sound, text, FRAME_S) for sound, text in zip(found, texts, strict=True)]
 
 
 def codec(stage: Stage, args: argparse.Namespace) -> dict[str, float]:
@@ -189,7 +266,7 @@ class Coder:
         return found
 
 
-def recogniser() -> Callable[[Sound], list[str]]:
+def recogniser() -> Recognise:
     """pocketsphinx with its own English model, told to expect digits."""
     import soxr
     from pocketsphinx import Decoder

@@ -27,7 +27,7 @@ from export.pocket.codec_losses import (
 )
 from export.pocket.mix import Mixer
 from export.pocket.model import POCKET, begun
-from export.pocket.pace import Pace, rate_at
+from export.pocket.pace import Milestones, Pace, Told, rate_at
 from export.pocket.replay import Replay
 from export.pocket.script import FRAME
 
@@ -35,8 +35,6 @@ MEL, WORDS, COMMITMENT, INNER = 15.0, 1.0, 0.5, 2.0
 PEAK, LISTENER_PEAK = 1.5e-3, 5e-4
 LISTENER_FROM = 3_000
 """Step from which the listener's opinion counts; before it, there is nothing to listen to."""
-SAVE_S = 60.0
-"""Between two checkpoints."""
 REPORT = ("mel", "words", "right", "commitment", "pleasing", "inner", "listener")
 
 
@@ -168,22 +166,23 @@ def train(
     pace: Pace,
     say: Callable[[str], None],
     peak: float = PEAK,
-) -> dict[str, float]:
-    """Continue the checkpoint in ``folder`` until the time is over and write it.
-
-    Returns what the checkpoint tells: steps and seconds of all runs, and the last losses.
-    """
+) -> Told:
+    """Continue the checkpoint in ``folder`` until the time is over. Returns what it tells then."""
     models = (("codec", trainer.codec), ("listener", trainer.listener))
-    told: dict[str, float] = {}
+    told: Told = {}
     for (name, model), optimizer in zip(models, trainer.optimizers, strict=True):
         told = checkpoint.load(folder, name, model, optimizer) or told
-    steps, seconds = int(told.get("steps", 0)), told.get("seconds", 0.0)
-    began = steps
+
+    def save(told: Told) -> None:
+        for (name, model), optimizer in zip(models, trainer.optimizers, strict=True):
+            checkpoint.save(folder, name, model, optimizer, told)
+
+    milestones = Milestones(pace, "codec", REPORT, told, say, save)
+    steps = began = int(told.get("steps", 0))
     trainer.generator.manual_seed(trainer.size.seed + steps)
     size, device = trainer.size, trainer.mixer.device
     plain = Replay(lambda: trainer.step(False), device, say, size.capture)
     listened = Replay(lambda: trainer.step(True), device, say, size.capture)
-    next_report, next_save = 0.0, SAVE_S
     is_over = False
     while not is_over:
         share = pace.share()
@@ -193,16 +192,5 @@ def train(
         trainer.feed()
         report = (listened if steps >= trainer.size.listener_from else plain)()
         steps += 1
-        if pace.spent_s() >= next_report:
-            values = ", ".join(
-                f"{name} {value:.3f}" for name, value in zip(REPORT, report.tolist(), strict=True)
-            )
-            say(f"codec step {steps}, {pace.spent_s():.1f} s: {values}")
-            next_report = pace.spent_s() + max(1.0, pace.seconds / 40)
-        if is_over or pace.spent_s() >= next_save:
-            told = {"steps": steps, "seconds": seconds + pace.spent_s()}
-            told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
-            for (name, model), optimizer in zip(models, trainer.optimizers, strict=True):
-                checkpoint.save(folder, name, model, optimizer, told)
-            next_save = pace.spent_s() + SAVE_S
+        told = milestones.passed(steps, report.tolist, is_over)
     return told

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from export.pocket import checkpoint, forward, script
 from export.pocket.codebooks import quantise
-from export.pocket.codec_training import SAVE_S, Codec
+from export.pocket.codec_training import Codec
 from export.pocket.mix import Mixer
 from export.pocket.model import CODEBOOKS, POCKET, begun
-from export.pocket.pace import Pace, rate_at
+from export.pocket.pace import Milestones, Pace, Told, rate_at
 from export.pocket.replay import Replay
 from export.pocket.script import CALLER, DESK, Call, Stage
 from export.pocket.world import PADDING
@@ -245,15 +245,11 @@ def train(
     pace: Pace,
     say: Callable[[str], None],
     peak: float = PEAK,
-) -> dict[str, float]:
-    """Continue the checkpoint in ``folder`` until the time is over and write it.
-
-    Returns what the checkpoint tells: steps and seconds of all runs, and the last losses.
-    """
+) -> Told:
+    """Continue the checkpoint in ``folder`` until the time is over. Returns what it tells then."""
     size, pool = trainer.size, trainer.pool
     told = checkpoint.load(folder, "lm", trainer.speaker, trainer.optimizer)
-    steps, seconds = int(told.get("steps", 0)), told.get("seconds", 0.0)
-    began = steps
+    steps = began = int(told.get("steps", 0))
     generator = torch.Generator(trainer.device).manual_seed(size.seed + steps)
     while pool.full < size.calls // size.chunk * size.chunk and (
         pool.full == 0 or pace.share() < size.fill
@@ -261,8 +257,12 @@ def train(
         pool.put(next(calls))
     hours = pool.full * size.frames * POCKET.period_ns / 3.6e12
     say(f"pool of {pool.full} calls, {hours:.1f} h, {pace.spent_s():.1f} s")
+
+    def save(told: Told) -> None:
+        checkpoint.save(folder, "lm", trainer.speaker, trainer.optimizer, told)
+
+    milestones = Milestones(pace, "lm", REPORT, told, say, save)
     replay = Replay(trainer.step, trainer.device, say, size.capture)
-    next_report, next_save = 0.0, pace.spent_s() + SAVE_S
     is_over = False
     while not is_over:
         share = pace.share()
@@ -274,15 +274,5 @@ def train(
         if steps % size.refresh == 0:
             report.tolist()  # waits, so that the host does not run minutes ahead of the device
             pool.put(next(calls))
-        if pace.spent_s() >= next_report:
-            values = ", ".join(
-                f"{name} {value:.3f}" for name, value in zip(REPORT, report.tolist(), strict=True)
-            )
-            say(f"lm step {steps}, {pace.spent_s():.1f} s: {values}")
-            next_report = pace.spent_s() + max(1.0, pace.seconds / 40)
-        if is_over or pace.spent_s() >= next_save:
-            told = {"steps": steps, "seconds": seconds + pace.spent_s()}
-            told |= dict(zip(REPORT, (round(v, 4) for v in report.tolist()), strict=True))
-            checkpoint.save(folder, "lm", trainer.speaker, trainer.optimizer, told)
-            next_save = pace.spent_s() + SAVE_S
+        told = milestones.passed(steps, report.tolist, is_over)
     return told

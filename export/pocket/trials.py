@@ -4,8 +4,8 @@ A `Trial` is a caller's whole side and the facts about it: what was said, when i
 interrupted or paused. `judge` looks at the model's sound and words, frame by frame, and answers in
 numbers. Callers speak when a script says so, whatever the model does, as a recording would.
 
-Times of the model are those at which a caller hears it: frame t is computed when the caller's
-frame t is whole, so it is heard one frame after it.
+Times of the model are those at which a caller hears it. Frame t is computed when the caller's
+frame t is whole, so without a box it is heard one frame after it; a line says how much later.
 
 Not here: running a model (`bench.pocket`), the voices.
 """
@@ -77,10 +77,12 @@ class Verdict:
     words: str = ""
 
 
-def trials(stage: Stage, seed: int, each: int, frames: int = 130) -> list[Trial]:
+def trials(
+    stage: Stage, seed: int, each: int, frames: int = 130, kinds: Sequence[str] = KINDS
+) -> list[Trial]:
     """``each`` of every kind, voices in turn."""
     found = []
-    for kind in KINDS:
+    for kind in kinds:
         for n in range(each):
             voice = stage.voices[n % len(stage.voices)]
             rng = random.Random(f"{seed} {kind} {n}")
@@ -127,12 +129,12 @@ def loud(sound: Sound) -> npt.NDArray[np.bool_]:
     return np.asarray(np.sqrt((windows.astype(np.float64) ** 2).mean(1)) > LOUD)
 
 
-def speech(sound: Sound) -> list[tuple[float, float]]:
+def speech(sound: Sound, delay_s: float = FRAME_S) -> list[tuple[float, float]]:
     """(from, to) in seconds of the call, as the caller hears them; holes are closed."""
     step_s = STEP / RATE_HZ
     found: list[tuple[float, float]] = []
     for index in np.flatnonzero(loud(sound)):
-        begins = float(index) * step_s + FRAME_S
+        begins = float(index) * step_s + delay_s
         if found and begins - found[-1][1] < HOLE_S:
             found[-1] = (found[-1][0], begins + step_s)
         else:
@@ -140,11 +142,19 @@ def speech(sound: Sound) -> list[tuple[float, float]]:
     return found
 
 
-def judge(trial: Trial, sound: Sound, text: Sequence[int]) -> Verdict:
-    """sound (frames * FRAME,), text (frames,): what the model gave for the trial's frames."""
-    words = [(n * FRAME_S + FRAME_S, VOCABULARY[t][1:]) for n, t in enumerate(text) if _is_word(t)]
+def timed(text: Sequence[int], delay_s: float) -> list[tuple[float, str]]:
+    """(when it is heard, word) of the text of every frame, -1 for none."""
+    return [(n * FRAME_S + delay_s, VOCABULARY[t][1:]) for n, t in enumerate(text) if _is_word(t)]
+
+
+def judge(trial: Trial, sound: Sound, text: Sequence[int], delay_s: float = FRAME_S) -> Verdict:
+    """sound (frames * FRAME,), text (frames,): the model's side of the call.
+
+    delay_s: from the caller's first sample to the first one of ``sound``, as the caller hears it.
+    """
+    words = timed(text, delay_s)
     spoken = " ".join(word for _, word in words)
-    heard = speech(sound)
+    heard = speech(sound, delay_s)
     if trial.kind == "silence":
         late = [begins for begins, _ in heard if begins > FIRST_S]
         return Verdict(spoke_in_pause=bool(late and late[0] < FIRST_S + 1.5), words=spoken)

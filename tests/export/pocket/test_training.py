@@ -11,7 +11,7 @@ from export.pocket import codec_training, lm_training, script
 from export.pocket.lm_training import Pool
 from export.pocket.mix import Mixer
 from export.pocket.model import CODEBOOKS, POCKET
-from export.pocket.pace import Pace, rate_at
+from export.pocket.pace import SAVE_S, Milestones, Pace, Told, rate_at
 from export.pocket.script import Call, Stage
 from tests.export.pocket import hums
 
@@ -110,3 +110,27 @@ def test_the_rate_rises_stays_and_falls() -> None:
     assert rate_at(1.0, 5_000, 1.0) == pytest.approx(0.02)
     falling = [rate_at(share / 10, 5_000, 1.0) for share in range(6, 11)]
     assert falling == sorted(falling, reverse=True)
+
+
+class Given(Pace):
+    """A run whose time is what the test says."""
+
+    now_s = 0.0
+
+    def spent_s(self) -> float:
+        return self.now_s
+
+
+def test_a_run_speaks_forty_times_and_saves_every_minute_and_at_its_end() -> None:
+    pace = Given(400.0)
+    said: list[str] = []
+    saved: list[Told] = []
+    marks = Milestones(pace, "lm", ("text",), {"seconds": 100.0}, said.append, saved.append)
+    for step in range(1, 401):
+        pace.now_s = float(step)
+        marks.passed(step, lambda: [0.12345], step == 400)
+    assert len(said) == 40
+    assert said[0] == "lm step 1, 1.0 s: text 0.123"
+    assert [told["steps"] for told in saved] == [*range(60, 400, int(SAVE_S)), 400]
+    assert saved[-1] == {"steps": 400, "seconds": 500.0, "text": 0.1235}
+    assert marks.told == saved[-1]

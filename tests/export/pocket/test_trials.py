@@ -1,6 +1,7 @@
 """A verdict is about what was heard and when."""
 
 import numpy as np
+import pytest
 
 from export.pocket import trials
 from export.pocket.script import FRAME, RATE_HZ
@@ -84,3 +85,16 @@ def test_voices_take_turns_and_a_seed_is_a_set_of_trials() -> None:
     assert {t.voice for t in first} == set(stage.voices)
     assert {t.kind for t in first} == set(trials.KINDS)
     assert [len(t.said) for t in first if t.kind == "number"] == [1, 2, 3, 4]
+
+
+def test_what_comes_later_is_heard_later() -> None:
+    """A line says how much: gaps and stops are its caller's, not the model's."""
+    trial = asked("number")
+    sound, text = spoken((trial.ends_s + 0.4, trial.ends_s + 2)), written(trial.ends_s + 0.4, "one")
+    soon = trials.judge(trial, sound, text)
+    late = trials.judge(trial, sound, text, FRAME_S + 0.1)
+    assert soon.gap_s is not None
+    assert late.gap_s == pytest.approx(soon.gap_s + 0.1)
+    ((at, word),) = trials.timed(text, 0.5)
+    assert word == "one"
+    assert at == pytest.approx(int((trial.ends_s + 0.4) / FRAME_S) * FRAME_S + 0.5)
