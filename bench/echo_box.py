@@ -10,7 +10,6 @@ is the box's and the line's own. Used by benches and soak tests.
 import argparse
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -34,9 +33,9 @@ from appliance.config import (
     LedgerConfig,
 )
 from appliance.lines.boxes import Boxes
+from appliance.lines.niceness import ask_for
 from appliance.lines.web_server import Options, WebServer
 from appliance.lines.web_site import open_site
-from appliance.lines.websocket import NICENESS
 from appliance.lines.wire import Model
 from engines.bundle import (
     FORMAT,
@@ -118,8 +117,7 @@ def run_box(folder: Path, slots: int, step_ms: float) -> None:
 
 
 async def run_line(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    ask_for()
     path = folder / "box.sock"
 
     def facts(_: control.Welcome) -> tuple[Model, list[str]]:

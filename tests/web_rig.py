@@ -8,9 +8,7 @@ graphs, so the line is told what callers may choose instead of reading it.
 
 import argparse
 import asyncio
-import contextlib
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -18,10 +16,10 @@ from pathlib import Path
 from appliance import control
 from appliance.clock import MonotonicClock
 from appliance.lines.boxes import Boxes
+from appliance.lines.niceness import ask_for
 from appliance.lines.transcript import read_pieces
 from appliance.lines.web_server import Options, WebServer
 from appliance.lines.web_site import open_site
-from appliance.lines.websocket import NICENESS
 from appliance.lines.wire import Model
 
 
@@ -42,8 +40,7 @@ async def serve(options: Options) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    with contextlib.suppress(OSError):  # as the real command does, if it may
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    ask_for()  # as the real command does, if it may
     parser = argparse.ArgumentParser()
     parser.add_argument("socket", type=Path)
     parser.add_argument("--token", default="")

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import getpass
 import math
-import os
 import signal
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from appliance import control
 from appliance.clock import NS_PER_S, Clock, MonotonicClock, wall_stamp
+from appliance.lines import niceness
 from appliance.lines.boxes import Boxes
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ beside a busy process; a card that cannot do it takes the least that it can."""
 
 WAIT_FOR_CARD_S = 60.0
 """Long enough to find the plug, short enough that nobody pays for a call that is none."""
-
-NICENESS = -11
-"""Of the line's process, where the machine allows it: what sound servers ask for. What it is late
-by is heard as a gap, and later as delay, because its buffers grow with it."""
 
 SWITCH_S = 0.0005
 """How long another thread may hold the interpreter while the card's callback waits for it."""
@@ -163,8 +159,7 @@ def run_line(args: argparse.Namespace, sound: "Sound", clock: Clock) -> int:
     wait_ns = round(args.wait_for_card * NS_PER_S)
     line = LocalLine(boxes, call, card, ends, screen, clock, wait_ns)
     line.muted = args.muted
-    with contextlib.suppress(OSError):  # an ordinary user's call is heard as well
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    niceness.ask_for()  # an ordinary user, who does not get it, is heard as well
     before, restore = sys.getswitchinterval(), hang_up_on_signals(line)
     sys.setswitchinterval(SWITCH_S)
     try:

@@ -11,8 +11,12 @@ from pathlib import Path
 
 AUTOGROUP = Path("/proc/self/autogroup")
 
+NICENESS = -11
+"""Of a line, where the machine allows it: what sound servers ask for. What a line is late by is
+heard as a gap, and a busy machine is late by more than that."""
 
-def ask_for(niceness: int, autogroup: Path = AUTOGROUP) -> str:
+
+def ask_for(niceness: int = NICENESS, autogroup: Path = AUTOGROUP) -> str:
     """Of this thread and its process's session; why it was not given, empty if it was.
 
     The caller's process should lead its session: others in it get the same.

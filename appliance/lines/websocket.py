@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import os
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from appliance import control
 from appliance.clock import MonotonicClock
 from appliance.lines.boxes import Boxes
+from appliance.lines.niceness import ask_for
 from appliance.lines.tls import AUTO, TlsError, server_context
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from appliance.lines.web_server import Options, WebServer
 
 logger = logging.getLogger(__name__)
-
-NICENESS = -11
-"""Of this process, where the machine allows it: what sound servers ask for. A message that leaves
-10 ms late is a gap in what a page plays, and a busy machine is late by more than that."""
 
 LISTEN = "127.0.0.1:8998"
 """Port: server.py in kyutai-labs/moshi."""
@@ -165,7 +161,8 @@ async def _serve(
     for said in announcement(boxes.welcome, runner.addresses[0][1], host, options, context):
         _say(said)
     _stop_on_signals(server)
-    _ask_for_niceness()
+    if why := ask_for():
+        logger.info("%s; without it a busy machine is heard in calls", why)
     try:
         await server.run()
     finally:
@@ -236,19 +233,6 @@ def _stop_on_signals(server: "WebServer") -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-
-
-def _ask_for_niceness() -> None:
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-    except OSError as err:
-        logger.info(
-            "no niceness of %d: %s. It needs LimitNICE=%d in its unit; without it a busy machine "
-            "is heard in calls",
-            NICENESS,
-            err.strerror,
-            NICENESS,
-        )
 
 
 def _missing(err: ModuleNotFoundError) -> int:

@@ -18,7 +18,7 @@ from appliance.clock import NS_PER_S
 from appliance.config import EXIT_CONFIG, ControlConfig
 from appliance.control import ControlClient
 from appliance.frame_ring import UplinkHeader
-from appliance.lines.websocket import NICENESS
+from appliance.lines.niceness import NICENESS
 from appliance.notify import Notify
 from tests.appliance.test_box import DEADLINE_S, SERVE
 

@@ -70,7 +70,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def niceness(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line asks for it, and must not get it for the tests."""
-    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setattr("appliance.lines.niceness.ask_for", lambda: "")
 
 
 def arguments(*text: str) -> argparse.Namespace:
