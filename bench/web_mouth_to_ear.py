@@ -16,9 +16,7 @@ ours is later than the goal.
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +27,8 @@ import numpy as np
 from aiohttp import ClientSession
 
 from appliance.clock import NS_PER_MS, MonotonicClock
+from appliance.lines.niceness import ask_for
 from appliance.lines.web_voice import OPUS, PCM
-from appliance.lines.websocket import NICENESS
 from bench import web_simulated
 from bench.echo_box import PERIOD_MS, stand
 from bench.web_players import KINDS, Caller, Found, Kind
@@ -87,10 +85,11 @@ async def hold(url: str, kind: Kind, seconds: float, seed: int, found: Measured)
 
 async def together(url: str, kind: Kind, seconds: float, seeds: range, found: Measured) -> None:
     """Some calls at once."""
-    clicks, calls, dry, lost = len(found.delays_ms), len(found.figures), found.dry, found.lost
+    clicks, calls = len(found.delays_ms), len(found.figures)
+    dry, lost = found.dry + found.drops, found.lost
     await asyncio.gather(*(hold(url, kind, seconds, seed, found) for seed in seeds))
     troubled = sum(call[what] for call in found.figures[calls:] for what in TROUBLES)
-    if not troubled and (found.dry, found.lost) == (dry, lost):
+    if not troubled and (found.dry + found.drops, found.lost) == (dry, lost):
         found.calm_ms += found.delays_ms[clicks:]
 
 
@@ -139,7 +138,8 @@ def told(name: str, kind: Kind, found: Measured) -> dict[str, Any]:
     p50, p99, most = (round(float(ms), 1) for ms in np.percentile(found.delays_ms, [50, 99, 100]))
     parts = parts_ms(kind, found)
     say = sys.stdout.write
-    say(f"\n{name}: {len(found.delays_ms)} clicks, {found.lost} lost, {found.dry} times dry\n")
+    buffer = f"{found.dry} times dry, {found.drops} times too full"
+    say(f"\n{name}: {len(found.delays_ms)} clicks, {found.lost} lost, {buffer}\n")
     say(f"  beyond the model's frame   p50 {p50:.0f} ms   p99 {p99:.0f} ms   max {most:.0f} ms\n")
     if found.calm_ms and len(found.calm_ms) < len(found.delays_ms):
         calm = np.percentile(found.calm_ms, [50, 99, 100]).tolist()
@@ -158,6 +158,7 @@ def told(name: str, kind: Kind, found: Measured) -> dict[str, Any]:
         "max_ms": most,
         "lost": found.lost,
         "dry": found.dry,
+        "drops": found.drops,
         **counts,
         "parts_ms": parts,
     }
@@ -170,8 +171,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
         return {n: simulated(world, KINDS[n], args.seconds, args.calls) for n in names}
     results = {name: Measured() for name in names}
     with stand(step_ms=args.step_ms) as both:
-        with contextlib.suppress(OSError):  # a browser's audio has priority, too
-            os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+        ask_for()  # a browser's audio has priority, too
         for name, found in results.items():
             for first in range(0, args.calls, args.at_once):
                 seeds = range(first, min(first + args.at_once, args.calls))

@@ -41,6 +41,8 @@ class Player:
         self.waits_ms: list[float] = []
         """From the arrival of a message until the first of its samples is heard."""
         self.dry = 0
+        self.drops = 0
+        """How often samples were thrown away because too many waited."""
 
     def plays_from(self, samples: int, now_ms: float) -> float:
         """When the first of ``samples``, which came now, is heard."""
@@ -109,6 +111,7 @@ class MoshiWeb(Player):
         if self._until_ms - now_ms >= most_ms:
             drop_ms = self._until_ms - now_ms - 80 - self._partial_ms
             self._slack_ms = min(80.0, self._slack_ms + 5)
+            self.drops += 1
             from_ms -= drop_ms
             self._until_ms -= drop_ms
         return from_ms
@@ -164,6 +167,7 @@ class Found:
     lost: int = 0
     waits_ms: list[float] = field(default_factory=list)
     dry: int = 0
+    drops: int = 0
 
 
 class Caller:
@@ -205,6 +209,7 @@ class Caller:
         """Look for every click in what was played. start_ms: when the first sample was said."""
         found.waits_ms += self.player.waits_ms[25:]
         found.dry += self.player.dry
+        found.drops += self.player.drops
         heard, heard_ms = np.concatenate(self._heard), np.concatenate(self.player.heard_ms)
         matched = np.abs(np.correlate(heard, CLICK, "valid"))
         for click in self._clicks:

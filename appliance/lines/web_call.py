@@ -36,7 +36,7 @@ from appliance.lines.web_reply import POLL_NS, Meant, Replies
 from appliance.lines.web_voice import VOICES, Voice
 from appliance.lines.wire import Ending, Wish
 
-RESERVE_NS, MOST_RESERVE_NS = 14 * NS_PER_MS, 80 * NS_PER_MS
+RESERVE_NS, MOST_RESERVE_NS = 10 * NS_PER_MS, 80 * NS_PER_MS
 """How long a caller's audio waits for its tick: what network, client and this event loop may be
 late by, all together, without the model missing a frame; grows where that is too little."""
 
