@@ -4,10 +4,10 @@ Calls are written by processes (`script`), mixed and encoded by the trained code
 the device, a chunk of which is made anew every few steps, so that no call is heard for long. A step
 takes stretches of 250 ticks: half from where a call begins, half from its middle.
 
-The weights of the losses: a word weighs 1 and padding `PADDING_WEIGHT`; the semantic codebook
-weighs as much as two acoustic ones. Codes are learnt where the desk speaks or has just stopped, and
-in a sample of its silence. A head that is thrown away tells what part of which word the caller is
-saying, so that the model learns to listen before it learns to answer.
+The weights of the losses: a word weighs 1, a digit `DIGIT_WEIGHT`, padding `PADDING_WEIGHT`; the
+semantic codebook weighs as much as two acoustic ones. Codes are learnt where the desk speaks or has
+just stopped, and in a sample of its silence. A head that is thrown away tells what part of which
+word the caller is saying, so that the model learns to listen before it learns to answer.
 
 Positions and delays are those of `export.models.tokens`. Not here: what calls are like (`script`).
 """
@@ -31,10 +31,12 @@ from export.pocket.model import CODEBOOKS, POCKET, begun
 from export.pocket.pace import Milestones, Pace, Told, rate_at
 from export.pocket.replay import Replay
 from export.pocket.script import CALLER, DESK, Call, Stage
-from export.pocket.world import PADDING
+from export.pocket.world import DIGITS, IDS, PADDING
 
 PEAK = 1.5e-3
 PADDING_WEIGHT = 0.25
+DIGIT_WEIGHT = 3.0
+"""Most other words follow from the one before; a digit must have been heard."""
 SEMANTIC, ACOUSTIC, WORDS = 2.0, 1.0, 0.5
 AFTER_SPEECH = 12
 """Ticks after the desk's speech that count as its speech: they are where it stops."""
@@ -166,8 +168,10 @@ class Trainer:
         )
         self.rows = torch.zeros(size.batch, dtype=torch.int64, device=device)
         self.starts = torch.zeros(size.batch, dtype=torch.int64, device=device)
-        delays = torch.tensor(POCKET.lm.delays, device=device)
-        self.delays = delays
+        self.delays = torch.tensor(POCKET.lm.delays, device=device)
+        self.weights = torch.ones(POCKET.lm.text_card + 1, device=device)
+        self.weights[PADDING] = PADDING_WEIGHT
+        self.weights[[IDS[digit] for digit in DIGITS]] = DIGIT_WEIGHT
         self.initial = torch.tensor(
             [POCKET.lm.text_card] + [POCKET.lm.card] * POCKET.lm.audio_streams, device=device
         )
@@ -209,7 +213,7 @@ class Trainer:
         wanted = target[..., 0].flatten()
         each = functional.cross_entropy(text.flatten(0, 1), wanted, reduction="none")
         is_word = (wanted != PADDING).float()
-        weight = PADDING_WEIGHT + (1 - PADDING_WEIGHT) * is_word
+        weight = self.weights[wanted]
         text_loss = (each * weight).sum() / weight.sum()
         word_loss = (each.detach() * is_word).sum() / is_word.sum().clamp(min=1)
         told = functional.cross_entropy(heard.flatten(0, 1), labels[:, :-1].flatten())

@@ -1,24 +1,38 @@
 """Turn places in the bank into sound, on whatever device holds the bank.
 
 Chunks are read at their rate with linear interpolation and added where they belong. The caller's
-channel then goes through what lies between: the desk's echo, noise, and for some the telephone,
-which is 300 to 3,400 Hz at 8 kHz and eight bits of mu-law.
+channel then goes through what lies between: the desk's echo, noise, the colour of a microphone and
+a room, and for some the telephone, which is 300 to 3,400 Hz at 8 kHz and eight bits of mu-law.
 
 Not here: what is placed (`script`, and `windows` for the codec, drawn here by torch).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from export.pocket.script import CALLER, DESK, FADE_SAMPLES, FRAME, RATE_HZ, Call, Stage, word_times
+from export.pocket.script import (
+    CALLER,
+    COLOUR_DB,
+    DESK,
+    FADE_SAMPLES,
+    FRAME,
+    RATE_HZ,
+    RATES,
+    Call,
+    Stage,
+    word_times,
+)
 
 LABEL_HZ = 100
 TELEPHONE_STEP = 3
 """From 24 kHz to 8 kHz."""
 MU = 255.0
+LOWEST_HZ = 100.0
+"""Below it, a microphone's colour is what it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +107,9 @@ class Mixer:
         at = torch.arange(sound.shape[-1], device=self.device)[None] - after[:, None]
         heard = sound[:, DESK].gather(1, at.clamp(min=0)) * (at >= 0) * echo[:, None]
         caller = sound[:, CALLER] + heard
-        sound[:, CALLER] = self.line(caller, noise, telephone, generator)
+        colours = [line.colour for line in lines]
+        colour = torch.tensor(colours, device=self.device) if any(map(any, colours)) else None
+        sound[:, CALLER] = self.line(caller, noise, telephone, colour, generator)
         return sound
 
     def line(
@@ -101,11 +117,18 @@ class Mixer:
         sound: Tensor,
         noise: Tensor,
         telephone: Tensor,
+        colour: Tensor | None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """(B, samples) with noise of its root mean square (B,), through the telephone (B,) bool."""
+        """(B, samples) as it arrives.
+
+        noise: its root mean square (B,). telephone: through one or not (B,). colour: (B, 3) dB
+        or nothing.
+        """
         hiss = torch.randn(sound.shape, device=self.device, generator=generator)
         noisy = sound + hiss * noise[:, None]
+        if colour is not None:
+            noisy = coloured(noisy, colour)
         through = telephone_line(noisy)
         return torch.where(telephone[:, None], through, noisy).clamp(-1, 1)
 
@@ -122,7 +145,7 @@ class Mixer:
         out = torch.zeros(batch, samples, device=device)
         labels = torch.zeros(batch, frames, dtype=torch.int64, device=device)
         is_desk = draw(batch) < 0.35
-        rate = torch.where(is_desk, 1.0, 0.86 + 0.3 * draw(batch))
+        rate = torch.where(is_desk, 1.0, RATES[0] + (RATES[1] - RATES[0]) * draw(batch))
         gain = torch.where(is_desk, 1.0, 10 ** ((-12 + 18 * draw(batch)) / 20))
         at = (draw(batch) * 0.5 * RATE_HZ - 0.4 * RATE_HZ).long()
         centres = torch.arange(frames, device=device) * FRAME + FRAME // 2
@@ -145,7 +168,20 @@ class Mixer:
             at = at + (length / rate).long() + (draw(batch) ** 3 * RATE_HZ).long() + 480
         noise = torch.where(is_desk, 0.0, 10 ** ((-78 + 36 * draw(batch)) / 20))
         telephone = (draw(batch) < 0.4) & ~is_desk
-        return self.line(out, noise, telephone, generator), labels
+        waves = COLOUR_DB * torch.randn(batch, 3, device=device, generator=generator)
+        colour = torch.where(is_desk[:, None], 0.0, waves)
+        return self.line(out, noise, telephone, colour, generator), labels
+
+
+def coloured(sound: Tensor, colour: Tensor) -> Tensor:
+    """(B, samples) with one, two and three half waves of so many dB (B, 3) over its octaves."""
+    samples = sound.shape[-1]
+    hz = torch.fft.rfftfreq(samples, 1 / RATE_HZ, device=sound.device)
+    octave = (hz / LOWEST_HZ).clamp(min=1).log2() / math.log2(RATE_HZ / 2 / LOWEST_HZ)
+    waves = torch.cos(math.pi * octave * torch.arange(1, 4, device=sound.device)[:, None])
+    spectrum = torch.fft.rfft(sound) * 10 ** (colour @ waves / 20)
+    found: Tensor = torch.fft.irfft(spectrum, samples)
+    return found
 
 
 def telephone_line(sound: Tensor) -> Tensor:

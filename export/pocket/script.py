@@ -3,14 +3,15 @@
 A call of some frames becomes a `Call`: places of the bank's chunks on two channels, the desk's
 text per frame, and for every frame the part of a word each side is in the middle of. The desk
 
-- greets, and answers a turn 0.28 s after it, a number 0.40 s after its last digit;
-- waits through pauses after lead-ins and fillers, and says "mm-hmm" in some; a pause inside a
-  number is shorter than its answer's gap;
+- greets, and answers a turn 0.24 s after it, a number 0.36 s after its last digit;
+- waits through pauses after lead-ins and fillers, and says "mm-hmm" in some, over which callers may
+  go on; a pause inside a number is shorter than its answer's gap;
 - stops a quarter of a second after a caller who interrupts, and speaks on through "mm-hmm";
 - asks after five seconds of silence; ignores background speech and its own echo.
 
-Everything is heard about 0.1 s later than it is written here: a frame must be whole before the
-model sees it, and the acoustic codebooks come one tick after the semantic one.
+Everything is heard about 0.2 s later than it is written here: a frame must be whole before the
+model sees it, the acoustic codebooks come one tick after the semantic one, and lines play a frame
+out one later.
 
 Not here: sound (`mix`), the words (`world`).
 """
@@ -29,18 +30,24 @@ RATE_HZ = 24_000
 FRAME = 1_920
 DESK, CALLER = 0, 1
 
-ANSWER_S, ANSWER_NUMBER_S, SPREAD_S = 0.28, 0.40, 0.03
+ANSWER_S, ANSWER_NUMBER_S, SPREAD_S = 0.24, 0.36, 0.03
 REACTION_S = (0.20, 0.27)
 """From a caller's interruption to the desk's silence."""
-INSIDE_S = (0.02, 0.12)
+INSIDE_S = (-0.03, 0.14)
+"""Between two chunks of one breath; below zero they run into each other, as words do."""
 PAUSE_IN_NUMBER_S = (0.14, 0.26)
 PAUSE_S = (0.4, 1.6)
 """After a lead-in or a filler."""
+HUM_AFTER_S = 0.4
+RATES = (0.82, 1.2)
+"""How much faster or slower, higher or lower, and with which formants a voice may be heard."""
+COLOUR_DB = 3.5
+"""Deviation of each of the three waves that a microphone and a room add to the spectrum."""
 STILL_THERE_S = 5.0
 FADE_SAMPLES = 960
 
 WHEN_ASKED = {Kind.YES: 5, Kind.NO: 3, Kind.REPEAT: 2, Kind.DIGIT: 2}
-WHEN_FREE = {Kind.DIGIT: 10, Kind.NAME: 4, Kind.REPEAT: 2, Kind.GREET: 2} | dict.fromkeys(
+WHEN_FREE = {Kind.DIGIT: 14, Kind.NAME: 4, Kind.REPEAT: 2, Kind.GREET: 2} | dict.fromkeys(
     (Kind.THANKS, Kind.BYE, Kind.YES, Kind.NO, Kind.STOP), 1
 )
 """How often callers do what, after "Is that right?" and otherwise."""
@@ -72,6 +79,8 @@ class Line:
     echo: float
     """How loud the desk comes back, and after how many samples."""
     echo_after: int
+    colour: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """What microphone and room do to the spectrum, dB: waves over the octaves (`mix.coloured`)."""
 
 
 @dataclass
@@ -131,12 +140,19 @@ class Stage:
 class Scene:
     """A call being written; times in seconds."""
 
-    def __init__(self, stage: Stage, rng: random.Random, frames: int, voice: str | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        rng: random.Random,
+        frames: int,
+        voice: str | None,
+        rates: tuple[float, float] = RATES,
+    ) -> None:
         self.stage, self.rng, self.frames = stage, rng, frames
         self.length_s = frames * FRAME / RATE_HZ
         self.voice = voice or rng.choice(stage.voices)
         self.mine = stage.callers[self.voice]
-        self.rate = rng.uniform(0.88, 1.13)
+        self.rate = rng.uniform(*rates)
         self.gain = 10 ** (rng.uniform(-10, 5) / 20)
         self.call = Call(frames, self._line())
         self.call.text = np.full(frames, PADDING, np.int64)
@@ -152,7 +168,10 @@ class Scene:
         rng = self.rng
         noise = 10 ** (rng.uniform(-76, -42) / 20)
         echo = 10 ** (rng.uniform(-40, -18) / 20) if rng.random() < 0.3 else 0.0
-        return Line(rng.random() < 0.45, noise, echo, rng.randint(480, 4_800))
+        # Drawn apart, so that a seed's calls are what they were before there were colours.
+        drawn = random.Random(self.rate)
+        colour = (drawn.gauss(0, COLOUR_DB), drawn.gauss(0, COLOUR_DB), drawn.gauss(0, COLOUR_DB))
+        return Line(rng.random() < 0.45, noise, echo, rng.randint(480, 4_800), colour)
 
     def say(self, channel: int, chunk: Chunk, at_s: float) -> float:
         """Place a chunk; returns when it ends."""
@@ -194,23 +213,26 @@ class Scene:
         return at_s
 
     def pause(self, at_s: float) -> float:
-        """The caller thinks, and says so to the desk by how the words before ended."""
+        """The caller thinks, and says so to the desk by how the words before ended.
+
+        The desk hums before it can know for how long; a caller who is done goes on over it.
+        """
         length = self.rng.uniform(*PAUSE_S)
         began = at_s
-        if length > 1.0 and self.rng.random() < 0.5:
-            at_s = self.desk_says([("Mm-hmm.", "")], at_s + 0.4)
-            self.call.turns.append(("hum", began, at_s, ""))
-        at_s = max(at_s, began + length)
+        if length > HUM_AFTER_S + 0.1 and self.rng.random() < 0.4:
+            hummed = self.desk_says([("Mm-hmm.", "")], began + HUM_AFTER_S)
+            self.call.turns.append(("hum", began, hummed, ""))
+        at_s = began + length
         self.call.turns.append(("pause", began, at_s, ""))
         return at_s
 
     def caller_number(self, at_s: float) -> tuple[float, tuple[str, ...]]:
         rng = self.rng
-        if rng.random() < 0.35:
+        if rng.random() < 0.45:
             whole = self.pick(Kind.DIGITS)
             return self.say(CALLER, whole, at_s), tuple(whole.text.split())
         digits = tuple(rng.choices(DIGITS, k=rng.choice((1, 2, 3, 3, 4, 4))))
-        halt = rng.randrange(1, 4) if rng.random() < 0.35 else 0
+        halt = rng.randrange(1, 4) if rng.random() < 0.45 else 0
         gap = rng.uniform(*INSIDE_S)
         for n, digit in enumerate(digits, 1):
             form = AT_END if n == len(digits) else WITHIN

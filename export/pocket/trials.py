@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from export.pocket.script import (
-    ANSWER_NUMBER_S,
     CALLER,
     FRAME,
     PAUSE_IN_NUMBER_S,
@@ -33,6 +32,10 @@ from export.pocket.world import DIGITS, VOCABULARY, Kind
 Sound = npt.NDArray[np.float32]
 
 FRAME_S = FRAME / RATE_HZ
+RATES = (0.88, 1.13)
+"""Of voices; narrower than what training hears, and the same whatever training becomes."""
+ANSWERED_S = 0.40
+"""After a number, in an interrupted call: about when the answer has begun."""
 FIRST_S = 3.6
 """The caller's first word: the desk's greeting is over."""
 STEP = 240
@@ -86,7 +89,7 @@ def trials(
         for n in range(each):
             voice = stage.voices[n % len(stage.voices)]
             rng = random.Random(f"{seed} {kind} {n}")
-            found.append(_trial(Scene(stage, rng, frames, voice), kind, 1 + n % 4))
+            found.append(_trial(Scene(stage, rng, frames, voice, RATES), kind, 1 + n % 4))
     return found
 
 
@@ -117,7 +120,7 @@ def _trial(scene: Scene, kind: str, digits: int) -> Trial:
                 at = until
         trial.ends_s = at
         if kind == "stop":
-            trial.interrupts_s = at + ANSWER_NUMBER_S + 0.15 * digits + rng.uniform(0.5, 0.9)
+            trial.interrupts_s = at + ANSWERED_S + 0.15 * digits + rng.uniform(0.5, 0.9)
             scene.say(CALLER, scene.pick(Kind.STOP), trial.interrupts_s)
     scene.finish()
     return trial

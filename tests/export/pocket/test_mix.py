@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from export.pocket import script
-from export.pocket.mix import Mixer, Places, telephone_line
+from export.pocket.mix import LOWEST_HZ, Mixer, Places, coloured, telephone_line
 from export.pocket.script import CALLER, DESK, FRAME, RATE_HZ
 from tests.export.pocket import hums
 
@@ -56,3 +56,14 @@ def test_windows_are_labelled_with_what_is_being_said() -> None:
     power = sound.view(8, 20, FRAME).pow(2).mean(2).sqrt()
     assert labels.max() < stage.labels.count
     assert power[labels > 0].median() > 5 * power[labels == 0].median()
+
+
+def test_a_colour_is_waves_over_the_octaves() -> None:
+    """One half wave: so many dB at its lowest, none in the middle, as many less at the top."""
+    at = torch.arange(48_000) / RATE_HZ
+    middle_hz = round((LOWEST_HZ * RATE_HZ / 2) ** 0.5)
+    tones = torch.stack([torch.sin(2 * torch.pi * hz * at) for hz in (50, middle_hz, 11_990)])
+    colour = torch.tensor([[6.0, 0.0, 0.0]] * 3)
+    gain_db = 20 * (coloured(tones, colour).std(1) / tones.std(1)).log10()
+    assert torch.allclose(gain_db, torch.tensor([6.0, 0.0, -6.0]), atol=0.1)
+    assert torch.allclose(coloured(tones, torch.zeros(3, 3)), tones, atol=1e-5)

@@ -13,6 +13,7 @@ from export.pocket.mix import Mixer
 from export.pocket.model import CODEBOOKS, POCKET
 from export.pocket.pace import SAVE_S, Milestones, Pace, Told, rate_at
 from export.pocket.script import Call, Stage
+from export.pocket.world import IDS, PADDING
 from tests.export.pocket import hums
 
 CPU = torch.device("cpu")
@@ -82,6 +83,12 @@ def test_a_few_steps_teach_the_language_model_something(stage: Stage, tmp_path: 
         losses.append(trainer.step())
     text, _, semantic, acoustic, heard = losses[-1] / losses[0]
     assert max(text, semantic, acoustic, heard) < 0.9
+
+
+def test_a_digit_weighs_more_than_a_word_and_a_word_more_than_none(stage: Stage) -> None:
+    pool = Pool(Mixer(stage, CPU), codec_training.Codec(stage.labels.count, 0), SIZE)
+    weights = lm_training.Trainer(pool, stage.labels.count, SIZE).weights
+    assert weights[IDS["five"]] > weights[IDS["hello"]] > weights[PADDING] > 0
 
 
 def test_a_lease_ends_in_time_and_leaves_a_checkpoint_that_continues(
