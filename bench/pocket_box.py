@@ -1,10 +1,11 @@
 """Trials through the box itself: its real clock, its file line, its ledger.
 
 Callers are WAV files that `duplexbox appliance call` plays into a box, one after the other, so
-that about `SLOTS` calls are live at once, each at a place of its own. With a telephone's sound the
-files are 8 kHz mu-law, and the line brings them to the model's rate as it does any such file. What
-came of a call is read from what the line left: the reply, when its caller heard it, and the journal
-with the model's words.
+that about `SLOTS` calls are live at once, each at a place of its own. Nobody is refused for time,
+as in a search of `certify`: what was late is told beside what was said. With a telephone's sound
+the files are 8 kHz mu-law, and the line brings them to the model's rate as it does any such file.
+What came of a call is read from what the line left: the reply, when its caller heard it, and the
+journal with the model's words.
 
 Not here: what is asked and what an answer is worth (`export.pocket.trials`), the telephone and web
 lines, which have protocols and playout buffers of their own.
@@ -36,6 +37,7 @@ from export.pocket.script import FRAME
 from export.pocket.trials import Sound
 
 SLOTS = 8
+LOG = "calls.log"
 DRAINS_S = 0.8
 """A slot is taken for longer than its caller talks: until the model's last words were heard."""
 
@@ -73,13 +75,14 @@ def converse(
         admission=AdmissionConfig(calibrate_s=1),
     )
     box = Box(config, engine.executor, MonotonicClock(), engine.memory_bytes)
+    box.switchboard.foresight.look_at_time = False
     command = [
         *(sys.executable, "-m", "duplexbox", "appliance", "call", *map(str, callers)),
         *("--socket", str(config.control.socket), "--out", str(folder), "--journal"),
         *("--stagger", f"{(length_s + DRAINS_S) / SLOTS:.3f}"),
         *(word for setting in settings for word in ("--set", setting)),
     ]
-    lines = LineProcess(box, command, folder / "calls.log", lambda seconds, counts: None)
+    lines = LineProcess(box, command, folder / LOG, lambda seconds, counts: None)
     lines.start()
     try:
         box.run()
@@ -97,7 +100,9 @@ def answer(folder: Path, stem: str) -> Answer | str:
         heard = journal.read(folder / f"{stem}{journal.SUFFIX}").heard
         sound, _ = soundfile.read(folder / f"{stem}.reply.wav", dtype="float32")
     except (OSError, journal.JournalError) as err:
-        return f"{stem}: {err}"
+        log = (folder / LOG).read_text(errors="replace") if (folder / LOG).is_file() else ""
+        why = [line for line in log.splitlines() if line.startswith(stem)]
+        return why[0] if why else f"{stem}: {err}"
     if told.ended != "finished" or told.round_trip_ms is None:
         return f"{stem}: {told.ended}"
     frames = len(sound) // FRAME
