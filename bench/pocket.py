@@ -55,6 +55,7 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=200, help="numbers the recogniser hears")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--g711", action="store_true")
+    parser.add_argument("--at-once", type=int, default=SLOTS, help="calls live in the box")
     parser.add_argument("--listen", action="store_true", help="digits of the answer's sound, too")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--json", type=Path, help="every trial and its verdict")
@@ -125,7 +126,7 @@ def in_a_box(
         else:
             soundfile.write(path, sound, RATE_HZ, subtype="PCM_16")
         files.append(path)
-    return pocket_box.converse(args.bundle, files, args.set, folder)
+    return pocket_box.converse(args.bundle, files, args.set, folder, args.at_once)
 
 
 def on_the_engine(args: argparse.Namespace, mixer: Mixer, asked: list[Trial]) -> list[Answer | str]:

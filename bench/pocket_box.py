@@ -1,11 +1,10 @@
 """Trials through the box itself: its real clock, its file line, its ledger.
 
-Callers are WAV files that `duplexbox appliance call` plays into a box, one after the other, so
-that about `SLOTS` calls are live at once, each at a place of its own. Nobody is refused for time,
-as in a search of `certify`: what was late is told beside what was said. With a telephone's sound
-the files are 8 kHz mu-law, and the line brings them to the model's rate as it does any such file.
-What came of a call is read from what the line left: the reply, when its caller heard it, and the
-journal with the model's words.
+Callers are WAV files that `duplexbox appliance call` plays into a box, one after the other, so many
+at once, each at a place of its own. Nobody is refused for time, as in a search of `certify`: what
+was late is told beside what was said. With a telephone's sound the files are 8 kHz mu-law, and the
+line brings them to the model's rate as it does any such file. What came of a call is read from what
+the line left: the reply, when its caller heard it, and the journal with the model's words.
 
 Not here: what is asked and what an answer is worth (`export.pocket.trials`), the telephone and web
 lines, which have protocols and playout buffers of their own.
@@ -62,7 +61,7 @@ class Report(msgspec.Struct):
 
 
 def converse(
-    path: Path, callers: list[Path], settings: list[str], folder: Path
+    path: Path, callers: list[Path], settings: list[str], folder: Path, at_once: int = SLOTS
 ) -> tuple[list[Answer | str], dict[str, float]]:
     """Every caller's answer, or why there is none, and how the box kept its clock meanwhile."""
     length_s = max(soundfile.info(caller).duration for caller in callers)
@@ -79,7 +78,7 @@ def converse(
     command = [
         *(sys.executable, "-m", "duplexbox", "appliance", "call", *map(str, callers)),
         *("--socket", str(config.control.socket), "--out", str(folder), "--journal"),
-        *("--stagger", f"{(length_s + DRAINS_S) / SLOTS:.3f}"),
+        *("--stagger", f"{(length_s + DRAINS_S) / at_once:.3f}"),
         *(word for setting in settings for word in ("--set", setting)),
     ]
     lines = LineProcess(box, command, folder / LOG, lambda seconds, counts: None)

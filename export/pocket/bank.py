@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -21,6 +22,9 @@ import numpy.typing as npt
 import soundfile
 
 from export.pocket.world import CALLER, DESK_PHRASES, DIGITS, NAMES, Group, Kind
+
+if TYPE_CHECKING:  # voices needs programs that training does not
+    from export.pocket.voices import Voice
 
 GAP_SAMPLES = 1_200
 """Of silence between two chunks of a voice."""
@@ -32,6 +36,8 @@ WITHIN, AT_END = "within", "end"
 """Where in a number a digit is: its pitch says whether more will come."""
 
 Say = Callable[[str], None]
+Asked = Iterable[tuple[str, str, str]]
+"""(kind, text, form)."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -54,6 +60,7 @@ class Index(msgspec.Struct, frozen=True):
     rate_hz: int
     seed: int
     callers: tuple[str, ...]
+    """Those who have said everything; `make` may have been cut short."""
     desk: str
     chunks: tuple[Chunk, ...]
 
@@ -95,26 +102,35 @@ def make(folder: Path, seed: int, group: Group, say: Say) -> Index:
 
     folder.mkdir(parents=True, exist_ok=True)
     chosen = [voice for voice in voices.callers(seed) if voice.group is group]
-    names = tuple(voice.name for voice in chosen)
-    index = Index(voices.RATE_HZ, seed, names, voices.DESK.name, _kept(folder, seed, names))
-    there = {chunk.voice for chunk in index.chunks}
-    for n, voice in enumerate([*chosen, voices.DESK]):
-        if voice.name in there:
-            continue
-        is_desk = voice is voices.DESK
-        asked = desk_chunks() if is_desk else caller_chunks(seed, n, group is not Group.TRAINING)
-        chunks, sounds, at = [], [], 0
-        for kind, text, form in asked:
-            spoken = voices.speak(voice, text + {WITHIN: ",", AT_END: "."}.get(form, ""))
-            starts = spoken.word_starts_s
-            chunks.append(Chunk(voice.name, kind, text, form, at, len(spoken.sound), starts))
-            sounds += [spoken.sound, np.zeros(GAP_SAMPLES, np.float32)]
-            at += len(spoken.sound) + GAP_SAMPLES
-        (folder / f"{voice.name}.opus").write_bytes(voices.as_opus(np.concatenate(sounds)))
-        index = msgspec.structs.replace(index, chunks=(*index.chunks, *chunks))
+    kept = _kept(folder, seed, tuple(voice.name for voice in chosen))
+    index = Index(voices.RATE_HZ, seed, (), voices.DESK.name, kept)
+    for n, voice in enumerate([voices.DESK, *chosen]):
+        if not any(chunk.voice == voice.name for chunk in index.chunks):
+            every = group is not Group.TRAINING
+            asked = caller_chunks(seed, n - 1, every) if n else desk_chunks()
+            chunks = _spoken(voice, asked, folder)
+            index = msgspec.structs.replace(index, chunks=(*index.chunks, *chunks))
+            say(f"{voice.name}: {len(chunks)} chunks, {chunks[-1].start / voices.RATE_HZ:.0f} s")
+        # Whatever stops it, what is done is a bank.
+        index = msgspec.structs.replace(index, callers=tuple(v.name for v in chosen[:n]))
         (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
-        say(f"{voice.name}: {len(chunks)} chunks, {at / voices.RATE_HZ:.0f} s")
     return index
+
+
+def _spoken(voice: "Voice", asked: Asked, folder: Path) -> list[Chunk]:
+    """Let one voice say everything asked, and write its sound."""
+    from export.pocket import voices
+
+    chunks: list[Chunk] = []
+    sounds, at = [], 0
+    for kind, text, form in asked:
+        spoken = voices.speak(voice, text + {WITHIN: ",", AT_END: "."}.get(form, ""))
+        starts = spoken.word_starts_s
+        chunks.append(Chunk(voice.name, kind, text, form, at, len(spoken.sound), starts))
+        sounds += [spoken.sound, np.zeros(GAP_SAMPLES, np.float32)]
+        at += len(spoken.sound) + GAP_SAMPLES
+    (folder / f"{voice.name}.opus").write_bytes(voices.as_opus(np.concatenate(sounds)))
+    return chunks
 
 
 def _kept(folder: Path, seed: int, names: tuple[str, ...]) -> tuple[Chunk, ...]:
@@ -126,10 +142,6 @@ def _kept(folder: Path, seed: int, names: tuple[str, ...]) -> tuple[Chunk, ...]:
         return ()
     same = {mine for mine, old in zip(names, index.callers, strict=False) if mine == old}
     return tuple(chunk for chunk in index.chunks if chunk.voice in same | {index.desk})
-
-
-Asked = Iterable[tuple[str, str, str]]
-"""(kind, text, form)."""
 
 
 def caller_chunks(seed: int, voice: int, every: bool) -> Asked:
