@@ -5,10 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.pocket import bank
+from export.pocket import bank, voices
 from export.pocket.world import DIGITS, Group, Kind
-
-voices = pytest.importorskip("export.pocket.voices")
 
 
 @pytest.fixture
