@@ -141,7 +141,7 @@ class Intake:
 
         Call it once a tick, at the time that `push` was told, or ``early_ns`` before it.
         """
-        if not self.started and not self._begin(now_ns):
+        if not self.started and not self._begin(now_ns + early_ns):
             return None
         self._steer()
         if self._held.size < self.samples:
@@ -164,13 +164,16 @@ class Intake:
         ahead = self._held.size - self.samples
         return take_ns - now_ns + ahead * NS_PER_S // self.rate_hz
 
-    def _begin(self, now_ns: int) -> bool:
-        """Whether enough waits to begin; what is more than enough is nobody's loss yet."""
+    def _begin(self, take_ns: int) -> bool:
+        """Whether enough waits to begin; what is more than enough is nobody's loss yet.
+
+        take_ns: when frames will be taken from now on.
+        """
         if self._held.size < self.samples:
             return False
         # What the newest arrival had to spare, if this is the first take.
         ahead = self._before_newest - self.samples
-        spare_ns = now_ns - self._arrived_ns + ahead * NS_PER_S // self.rate_hz
+        spare_ns = take_ns - self._arrived_ns + ahead * NS_PER_S // self.rate_hz
         if spare_ns < self.spare_ns:
             return False
         extra = (spare_ns - self.spare_ns) * self.rate_hz // NS_PER_S

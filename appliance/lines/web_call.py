@@ -36,12 +36,17 @@ from appliance.lines.web_reply import POLL_NS, Meant, Replies
 from appliance.lines.web_voice import VOICES, Voice
 from appliance.lines.wire import Ending, Wish
 
-RESERVE_NS, MOST_RESERVE_NS = 10 * NS_PER_MS, 80 * NS_PER_MS
+RESERVE_NS, MOST_RESERVE_NS = 8 * NS_PER_MS, 80 * NS_PER_MS
 """How long a caller's audio waits for its tick: what network, client and this event loop may be
 late by, all together, without the model missing a frame; grows where that is too little."""
 
 PUT_NS = NS_PER_MS
 """A frame that is whole so long before its tick is still handed in."""
+
+FIRST_NS = 6 * NS_PER_MS
+"""A call's first frame is handed in so long before its tick. The others go as soon as they are
+whole, this one waits for its time; woken a millisecond late it would miss its tick, and from then
+on one frame would lie in the ring."""
 
 OPEN_NS = 10 * NS_PER_MS
 """A tick has taken its frame so long after its start; then the next one's may be handed in."""
@@ -318,7 +323,8 @@ class WebCall:
     @property
     def _take_ns(self) -> int:
         """The last moment for the next frame."""
-        return self._grid.start_ns(self._tick) - PUT_NS
+        lead_ns = PUT_NS if self._intake.started else FIRST_NS
+        return self._grid.start_ns(self._tick) - lead_ns
 
     def _ask(self, now_ns: int) -> None:
         if not self._asked:
@@ -337,8 +343,9 @@ class WebCall:
         while True:
             start_ns = self._grid.start_ns(self._tick)
             if now_ns >= start_ns:  # the tick has begun without it
-                self._overslept += self._intake.started
-                self._reserve.too_small(now_ns)
+                if self._intake.started:  # nobody misses what nobody has said
+                    self._overslept += 1
+                    self._reserve.too_small(now_ns)
                 self._intake.skip()
             elif now_ns >= self._take_ns or (
                 self._intake.is_whole and now_ns >= self._grid.start_ns(self._tick - 1) + OPEN_NS
@@ -357,7 +364,7 @@ class WebCall:
             intake.skip()
             return
         arrived_ns, short = intake.arrived_ns, intake.short
-        pcm = intake.take(now_ns, max(0, self._take_ns - now_ns))
+        pcm = intake.take(now_ns, max(0, start_ns - PUT_NS - now_ns))
         if intake.short > short:
             self._reserve.too_small(now_ns)
         intake.spare_ns = self._reserve.at(now_ns)

@@ -23,7 +23,7 @@ from appliance.clock import NS_PER_MS, NS_PER_S
 GUARD_NS = 10 * NS_PER_MS
 """How long after its deadline a frame may leave at the latest."""
 
-STEADY_NS = 6 * NS_PER_MS
+STEADY_NS = 5 * NS_PER_MS
 """How long after what ticks take a frame leaves: polling (2 ms), encoding (1.4 ms on the machine
 this was written on), and an event loop that is a little late. A frame that is later than all that
 comes out of the 10 ms that the published page keeps beside its 80."""

@@ -199,6 +199,36 @@ def test_ticks_the_line_overslept_are_left_out_and_nothing_queues(sim: Sim) -> N
     assert 5 <= sim.call.figures().overslept <= 7
 
 
+def test_the_first_frame_does_not_wait_for_the_last_moment(sim: Sim) -> None:
+    sim.admit()
+    while not sim.channel.uplink.waiting:
+        sim.run(sim.at_ms + 1)
+    assert (T0_MS - sim.at_ms) % PERIOD_MS == web_call.FIRST_NS // MS
+    sim.run(3000)
+    took = sim.call.figures().arrived_to_tick
+    assert took is not None
+    assert took.p99_ms < 53  # a page of 40 ms and the reserve: no later ones wait as long
+
+
+def test_ticks_overslept_before_the_first_word_are_no_reason_to_wait_longer(sim: Sim) -> None:
+    def waits_ms(sim: Sim, slept_ms: int) -> float:
+        sim.sends = False
+        sim.admit()
+        sim.run(500)
+        sim.at_ms += slept_ms
+        sim.sends = True
+        sim.run(4000)
+        took = sim.call.figures().arrived_to_tick
+        assert took is not None
+        return took.p50_ms
+
+    awake = start()
+    assert waits_ms(sim, slept_ms=200) == waits_ms(awake, slept_ms=0)
+    assert sim.call.figures().overslept == 0
+    awake.channel.close()
+    awake.channel.unlink()
+
+
 def test_a_backlog_the_box_built_up_is_paid_back(sim: Sim) -> None:
     sim.admit()
     sim.run(2000)

@@ -142,7 +142,7 @@ def test_the_parts_of_the_way_add_up(sim: Sim) -> None:
     assert figures.tick_to_made.p50_ms == 5
     # The rest of the tick, since nobody knows how long ticks are, and then its time.
     assert figures.made_to_sent.p50_ms == 75 + web_pace.STEADY_NS // MS
-    # A page of 40 ms and 10 to spare; then the box and the way out.
+    # A page of 40 ms and 8 to spare; then the box and the way out.
     assert figures.arrived_to_tick.p50_ms == pytest.approx(52, abs=4)
     assert figures.arrived_to_sent.p50_ms == pytest.approx(138, abs=4)
     assert (figures.short, figures.overslept, figures.filled, figures.late) == (0, 0, 0, 0)
