@@ -36,11 +36,15 @@ for wheel in "$folder"/whl/*.whl; do python3 -m zipfile -e "$wheel" $work/site; 
 export PYTHONPATH=$work/site:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
 [ -e $work/codec.safetensors ] || cp "$folder"/start/*.safetensors $work/
 nvidia-smi -L
-keep() { cp $work/"$what"*.safetensors $work/"$what".log "$out"/ 2> /dev/null || true
-         [ "$what" = lm ] || cp $work/listener.safetensors "$out"/ 2> /dev/null || true; }
-(while sleep 20; do keep; done) &
+keep() { # what there is by now: a checkpoint is renamed into its place, so it is whole
+  cp $work/"$what"*.safetensors $work/"$what".log "$out"/ 2> /dev/null || true
+  [ "$what" = lm ] || cp $work/listener*.safetensors "$out"/ 2> /dev/null || true
+}
+while sleep 20; do keep; done &
 keeper=$!
-python3 -m export.pocket.cli train "$folder/bank" $work --workers 12 --"$what"-seconds "$seconds" 2>&1 | tee $work/"$what".log
+ended=0
+python3 -m export.pocket.cli train "$folder/bank" $work --workers 12 --"$what"-seconds "$seconds" > $work/"$what".log 2>&1 || ended=$?
 kill $keeper
 keep
-ls -l "$out"
+tail -n 12 $work/"$what".log
+exit $ended
