@@ -88,20 +88,15 @@ def talk(stage: Stage, args: argparse.Namespace) -> dict[str, float]:
         sound = telephone(answer.sound) if args.g711 else answer.sound
         verdict = trials.judge(trial, sound, answer.text, answer.delay_s)
         verdicts.append((trial, verdict))
-        row: dict[str, object] = {
-            "kind": trial.kind,
-            "voice": trial.voice,
-            "said": " ".join(trial.said),
-        }
-        row |= {"ends_s": round(trial.ends_s, 3), "delay_s": round(answer.delay_s, 4)}
-        row |= {field: getattr(verdict, field) for field in Verdict.__slots__}
+        row = facts(trial, answer, verdict)
         if recognise and trial.kind in ("number", "pause"):
             row |= listened(recognise, trial, sound, answer)
         rows.append(row)
         sys.stderr.write(f"{json.dumps(row)}\n")
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
-            soundfile.write(args.out / f"{n:03}-{trial.kind}.wav", sound, RATE_HZ)
+            both = conversation(spoken(mixer, trial), sound, answer.delay_s)
+            soundfile.write(args.out / f"{n:03}-{trial.kind}.wav", both, RATE_HZ)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     found = trials.summary(verdicts) | {"calls lost": lost} | clock
@@ -110,6 +105,23 @@ def talk(stage: Stage, args: argparse.Namespace) -> dict[str, float]:
         same = [row["heard"] == row["wrote"] for row in sure]
         found["answers whose sound is heard as their text"] = round(float(np.mean(same)), 4)
     return found
+
+
+def facts(trial: Trial, answer: Answer, verdict: Verdict) -> dict[str, object]:
+    """One trial and its verdict, to be read by people."""
+    row: dict[str, object] = {"kind": trial.kind, "voice": trial.voice}
+    row |= {"said": " ".join(trial.said), "ends_s": round(trial.ends_s, 3)}
+    row |= {"delay_s": round(answer.delay_s, 4)}
+    return row | {field: getattr(verdict, field) for field in Verdict.__slots__}
+
+
+def conversation(caller: Sound, model: Sound, delay_s: float) -> Sound:
+    """Left the caller, right the model when the caller hears it: (S, 2)."""
+    late = round(delay_s * RATE_HZ)
+    both = np.zeros((max(len(caller), late + len(model)), 2), np.float32)
+    both[: len(caller), 0] = caller
+    both[late : late + len(model), 1] = model
+    return both
 
 
 def in_a_box(

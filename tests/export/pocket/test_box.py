@@ -11,6 +11,7 @@ from appliance.demonstration import POCKET
 from appliance.frame_ring import DownlinkHeader
 from appliance.journal import SUFFIX, Head, JournalWriter
 from bench import pocket_box
+from bench.pocket import conversation
 from bench.pocket_box import Answer, Report
 from export.pocket.script import FRAME, RATE_HZ
 
@@ -57,3 +58,12 @@ def test_two_callers_are_answered_by_a_box_on_the_clock(tmp_path: Path) -> None:
         assert isinstance(answer, Answer), answer
         assert 0.16 <= answer.delay_s < 0.6
         assert len(answer.text) == len(answer.sound) // FRAME == 18
+
+
+def test_a_kept_conversation_lies_on_its_caller_s_time() -> None:
+    caller, model = np.full(3 * FRAME, 0.5, np.float32), np.full(3 * FRAME, 0.25, np.float32)
+    both = conversation(caller, model, 0.2)
+    assert both.shape == (3 * FRAME + 4_800, 2)
+    assert not both[:4_800, 1].any()
+    assert (both[4_800:, 1] == 0.25).all()
+    assert (both[: 3 * FRAME, 0] == 0.5).all()
