@@ -13,6 +13,7 @@ all its calls with it. Not here: deciding anything (`admission`), the box's end 
 
 import select
 import socket
+import struct
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -401,6 +402,13 @@ class ControlClient:
     def fileno(self) -> int:
         """For `select` or an event loop: readable when `receive` has something."""
         return self._socket.fileno()
+
+    @property
+    def process(self) -> int:
+        """The box's, as the kernel knows it; 0 if this process cannot see it."""
+        credentials = struct.calcsize("3i")
+        said = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials)
+        return int(struct.unpack("3i", said)[0])
 
     def send(self, message: ToBox) -> None:
         """Send one message; messages are few and small, so a full socket means a dead box.

@@ -126,6 +126,11 @@ class Boxes:
         """Boxes that are there."""
         return len(self._clients)
 
+    @property
+    def processes(self) -> list[int]:
+        """Theirs, as the kernel knows them."""
+        return [client.process for client in self._clients.values()]
+
     def send(self, call: int, message: control.ToBox) -> None:
         """Say something for ``call``; a Join is placed first. Raises `BoxGone` when all are."""
         if isinstance(message, control.Join):

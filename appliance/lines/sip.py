@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -152,7 +153,8 @@ async def _serve(
 ) -> int:
     import sqlite3
 
-    from appliance.lines.sip_baresip import BaresipStack
+    from appliance.lines.media_threads import MediaThreads
+    from appliance.lines.sip_baresip import MEDIA_THREADS, BaresipStack
     from appliance.lines.sip_health import Health
     from appliance.lines.sip_hook import ProgramHook
     from appliance.lines.sip_recorder import RecorderError
@@ -164,7 +166,9 @@ async def _serve(
     if not verbose:
         logging.getLogger("baresip").setLevel(logging.WARNING)  # it has a line for every call
         logging.getLogger("baresip.native").addFilter(calm)
-    stack = BaresipStack(config, verbose=verbose)
+    # Of the server, which is made below: boxes may be lost and found again.
+    media = MediaThreads(MEDIA_THREADS, lambda: server.boxes)
+    stack = BaresipStack(config, media, verbose=verbose)
     health = Health(config.health, also=stack.show_room)
     hook = None if config.hook is None else ProgramHook(config.hook, MonotonicClock())
     try:
@@ -191,6 +195,9 @@ async def _serve(
     if why := niceness.ask_for(NICENESS):
         logger.info("%s", why)
     beating = loop.create_task(_beat(beat, stack, server))
+    # All that was imported is never looked at again when garbage is sought.
+    gc.collect()
+    gc.freeze()
     try:
         await health.start()
         trouble = await server.run()
@@ -213,17 +220,29 @@ async def _serve(
 
 
 async def _beat(pipe: int, stack: "BaresipStack", server: "SipServer") -> None:
-    """Say that this process is well, for as long as its stack answers; end if nobody listens."""
+    """Say that this process is well, for as long as its stack answers; end if nobody listens.
+
+    An answer that is still to come is none that failed to: with more calls than the machine can
+    bear a turn of the loop may take a second, and ending them all is no remedy.
+    """
     every_s = BEAT_NS / NS_PER_S / 10  # until it has started
-    while pipe >= 0:
-        if await stack.answers():
-            every_s = BEAT_NS / NS_PER_S
-            try:
-                os.write(pipe, BUSY if server.calls else IDLE)
-            except OSError:
-                logger.error("the supervisor is gone")
-                os._exit(1)
-        await asyncio.sleep(every_s)
+    is_well = False
+    asked = asyncio.ensure_future(stack.answers())
+    try:
+        while pipe >= 0:
+            if asked.done():
+                is_well = asked.result()
+                asked = asyncio.ensure_future(stack.answers())
+            if is_well:
+                every_s = BEAT_NS / NS_PER_S
+                try:
+                    os.write(pipe, BUSY if server.calls else IDLE)
+                except OSError:
+                    logger.error("the supervisor is gone")
+                    os._exit(1)
+            await asyncio.sleep(every_s)
+    finally:
+        asked.cancel()
 
 
 def _fail(why: str, code: int) -> int:

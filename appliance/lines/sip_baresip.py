@@ -29,20 +29,28 @@ from numpy.typing import NDArray
 
 from appliance.clock import MonotonicClock
 from appliance.lines import sip_filter, sip_stack
+from appliance.lines.media_threads import MediaThreads
 from appliance.lines.sip_config import CODECS, SipAccount, SipConfig, endpoint
 from appliance.lines.sip_login import Login
 from appliance.lines.sip_stack import Event, Format, StackError
 
 logger = logging.getLogger(__name__)
 
-ANSWERS_S = 2.0
+ANSWERS_S = 4.0
+"""What it says is heard when a turn of ours is over; with too many calls one may take a second."""
+
+MEDIA_THREADS = ("Audio TX", "aumem_src", "aumem_play")
+"""What it calls the three that each call has: one sends, one feeds it, one takes what came."""
+LOOK_S = 0.25
+"""Between two looks whether there are new ones; a call that changes its codec gets some."""
 
 WHY = {
     "Connection reset by peer": "the caller hung up",
     "Connection timed out": "the caller never confirmed that the call was answered",
 }
 
-READ_BYTES = 16_384
+READ_BYTES = 4_096
+"""At a time: four packets of G.711, two of Opus."""
 SAMPLE_BYTES = 2
 NOBODY = IPv4Network("255.255.255.255/32")
 NOTHING = np.zeros(0, np.int16)
@@ -82,7 +90,10 @@ class BaresipMedia:
         if not self._channels[0] and self.format() is None:
             return NOTHING
         try:
-            raw = self._audio.read(READ_BYTES)
+            raw = piece = self._audio.read(READ_BYTES)
+            while len(piece) == READ_BYTES:
+                piece = self._audio.read(READ_BYTES)
+                raw += piece
         except (baresip.AudioNotActive, baresip.AudioRestarted):
             self._channels = (0, 0)  # what comes next may be of another rate
             return NOTHING
@@ -107,9 +118,19 @@ class BaresipMedia:
 class BaresipStack:
     """All accounts and calls of this process."""
 
-    def __init__(self, config: SipConfig, *, verbose: bool = False) -> None:
-        """verbose: log every SIP message, and all that the stack says."""
+    def __init__(
+        self,
+        config: SipConfig,
+        media_threads: MediaThreads | None = None,
+        *,
+        verbose: bool = False,
+    ) -> None:
+        """media_threads: what is done for them; see `MEDIA_THREADS`.
+
+        verbose: log every SIP message, and all that the stack says.
+        """
         self._config = config
+        self._media_threads = media_threads
         self._verbose = verbose
         self._runtime = Runtime()
         # What it calls on its own thread when its sockets are there, before it reads from them.
@@ -151,6 +172,7 @@ class BaresipStack:
                 agent.on_incoming(self._on_incoming)
                 agents.append((account, agent))
             self._filter()
+            self._do(self._look_after_media())
             for account, agent in agents:
                 if account.register:
                     self._do(self._stay_logged_in(account, agent))
@@ -231,6 +253,8 @@ class BaresipStack:
             return
         elif kind is baresip.Event.CALL_ESTABLISHED:
             self._filter_media()
+            if self._media_threads is not None:
+                self._media_threads.look()
             self._hear(sip_stack.Established(leg))
         elif kind is baresip.Event.CALL_CLOSED:
             del self._calls[leg], self._legs[event.call]
@@ -248,6 +272,12 @@ class BaresipStack:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _look_after_media(self) -> None:
+        while self._media_threads is not None:
+            if self._calls:
+                self._media_threads.look()
+            await asyncio.sleep(LOOK_S)
 
     async def _answer(self, leg: int, call: Call) -> None:
         try:

@@ -150,6 +150,11 @@ class SipServer:
         """How many are on, in any state."""
         return len(self._calls)
 
+    @property
+    def boxes(self) -> list[int]:
+        """Processes of the boxes that calls are in."""
+        return [] if self._boxes is None else self._boxes.processes
+
     # --- the stack
 
     def _hear(self, event: Event) -> None:
@@ -295,8 +300,7 @@ class SipServer:
 
     def _finish(self, number: int, call: PhoneCall) -> None:
         row = self._write_down(number, call)
-        figures = msgspec.json.encode(call.figures()).decode()
-        self._ended.say(self._clock.now_ns(), "call %d over: %s %s", number, call.why, figures)
+        self._ended.say(self._clock.now_ns(), "call %d over: %s %s", number, call.why, row.figures)
         self._tell_hook(
             "ended",
             row,
