@@ -6,13 +6,16 @@
 
 ``fill`` is the sum over sessions of how full their state is, 0 (just begun) to 1 (full retention);
 it is what attention over growing rings costs. ``misfit`` is the most by which any measured bucket
-of steps exceeds the straight line, so a step in the curve at some batch is not averaged away.
+of steps exceeds the straight line, beyond what chance explains, so a step in the curve at some
+batch is not averaged away.
 What the box does ``beside`` the engine's step is learnt from live ticks. What ticks take beyond
 their median has two parts. ``sway``: a core that others share, or a cache, makes long ticks longer
 by more than short ones, so it is a share of the tick, what one in twenty of the longer ticks
-exceeds. ``hiccup``: what is left at the 99.9th percentile is not theirs, and is added. Beyond the
-largest batch that was measured it grows in proportion. Every term grows with B and with fill,
-hence so do the forecasts, which admission relies on.
+exceeds. It is counted from the median of the tick's own bucket: counted from line and misfit, a
+bend of the curve somewhere else hid it, and forecasts were up to a tenth too low. ``hiccup``: what
+is left at the 99.9th percentile is not theirs, and is added. Beyond the largest batch that was
+measured it grows in proportion. Every term grows with B and with fill, hence so do the forecasts,
+which admission relies on.
 
 Calibration is what the machine was when the box started, without callers. Once there are
 `PLENTY_TICKS` live ones, theirs are the sway and the hiccups: one slow step at the start, or in a
@@ -80,6 +83,13 @@ MEDIAN_TICKS = 8
 """Ticks a bucket must have for its median to count as a misfit of the line. With callers joining
 every second most buckets have a few ticks, and one disturbed pair of them is no step in the curve:
 it counts in the tail, as what it is."""
+
+CHANCE = 2.0
+"""Standard errors of a bucket's median that are no misfit: of dozens of buckets with a dozen ticks
+each, some median is off by that much on the straightest of lines."""
+NORMAL_SPREAD, MEDIAN_ERROR = 1.4826, 1.2533
+"""Standard deviation of normal values over the median distance from their median; and the standard
+error of the median of many over that of their mean."""
 
 FILL_SPAN = 0.25
 """Mean fills must differ by this much for their cost to be told from noise: extrapolated from less,
@@ -189,10 +199,10 @@ class StepSamples:
             return None
         buckets = _medians(counting)
         line = _line(buckets)
-        excess = np.maximum(buckets[:, 3] - _steps(line, buckets), 0.0)
-        misfit = float(excess.max(initial=0.0, where=buckets[:, 4] >= MEDIAN_TICKS))
+        excess = np.where(buckets[:, 4] >= MEDIAN_TICKS, buckets[:, 3] - _steps(line, buckets), 0.0)
+        misfit = float((excess - CHANCE * buckets[:, 5]).max(initial=0.0))
         beside, beside_session = _beside(live, self._beside_session_ns)
-        expected = _steps(line, counting) + misfit
+        expected = _steps(line, counting) + _of_own(counting, buckets, excess)
         expected[-len(live) :] += (beside + beside_session * live[:, 0]) if len(live) else 0.0
         counted = slice(-len(live), None) if len(live) >= PLENTY_TICKS else slice(None)
         sway, hiccup = _beyond(counting[counted, 4], expected[counted])
@@ -225,13 +235,19 @@ def _table(buckets: Mapping[tuple[int, int], Iterable[Tick]]) -> NDArray[np.floa
 
 
 def _medians(ticks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(buckets, 5): batch, level, mean fill, median step, how many ticks that is of."""
+    """(buckets, 6): batch, level, mean fill, median step, of how many ticks, its standard error.
+
+    Rows are in the order of batch and level.
+    """
     keys, where = np.unique(ticks[:, :2], axis=0, return_inverse=True)
     where = where.reshape(-1)
-    found = np.zeros((len(keys), 5))
+    found = np.zeros((len(keys), 6))
     for row, key in enumerate(keys):
         mine = ticks[where == row]
-        found[row] = *key, mine[:, 2].mean(), np.median(mine[:, 3]), len(mine)
+        median = np.median(mine[:, 3])
+        spread = NORMAL_SPREAD * np.median(np.abs(mine[:, 3] - median))
+        error = MEDIAN_ERROR * spread / math.sqrt(len(mine))
+        found[row] = *key, mine[:, 2].mean(), median, len(mine), error
     return found
 
 
@@ -248,6 +264,15 @@ def _steps(line: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.f
     """The line's step for each row of a table or of `_medians`."""
     steps: NDArray[np.float64] = line[0] + line[1] * rows[:, 0] + line[2] * rows[:, 2]
     return steps
+
+
+def _of_own(
+    ticks: NDArray[np.float64], buckets: NDArray[np.float64], values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """For each tick, the value of the bucket it lies in."""
+    keys, wanted = (rows[:, 0] * FILL_BUCKETS + rows[:, 1] for rows in (buckets, ticks))
+    own: NDArray[np.float64] = values[np.searchsorted(keys, wanted)]
+    return own
 
 
 def _slower(live: NDArray[np.float64], calibrated: NDArray[np.float64], known: float) -> float:

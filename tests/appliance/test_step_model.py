@@ -77,6 +77,29 @@ def test_a_bucket_of_a_few_disturbed_ticks_is_no_step_in_the_curve() -> None:
     assert model.p999_ns(41, 0) == pytest.approx(41_000_000 + 25_000_000, rel=0.1)
 
 
+def test_a_slow_batch_does_not_hide_how_much_the_others_differ() -> None:
+    """What it exceeds the line by was taken off what the longest ticks exceed their median by."""
+    rng = np.random.default_rng(1)
+    shares = np.exp(0.1 * np.abs(rng.standard_normal((60, 12))))
+    model = fit(
+        [
+            (batch, 0.0, round(1e6 * (batch + 6 * (batch == 8)) * share))
+            for batch in range(1, 61)
+            for share in shares[batch - 1]
+        ]
+    )
+    assert model.misfit_ns > 5_000_000
+    # |normal| exceeds 1.96 once in twenty, and 0.67 every other time
+    assert model.sway == pytest.approx(np.exp(0.1 * (1.96 - 0.67)) - 1, abs=0.03)
+
+
+def test_chance_among_many_buckets_is_no_step_in_the_curve() -> None:
+    rng = np.random.default_rng(1)
+    noise = 1 + 0.1 * rng.standard_normal((60, 9))
+    model = fit([(b, 0.0, round(1e6 * b * t)) for b in range(1, 61) for t in noise[b - 1]])
+    assert model.misfit_ns < 1_000_000  # the furthest median is 4 ms above the line
+
+
 def test_an_old_disturbance_is_forgotten() -> None:
     model = fit([(2, 0, 70_000_000)] * 100 + [(2, 0, 1_000_000)] * KEEP_TICKS)
     assert model.p999_ns(2, 0) == pytest.approx(1_000_000)
