@@ -1,9 +1,12 @@
-"""What holds for all tests: their model is there, long files begin first, and slowness of an
-example proves nothing.
+"""What holds for all tests: their model is there, long files begin first, slowness of an example
+proves nothing, and a test's log ends with it.
 
 The first draw of text in a fresh clone computes tables of Unicode for seconds, and a busy machine
 takes as long for anything; Hypothesis takes both for a fault of the strategy.
 """
+
+import logging
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,3 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order for `-n 2 --dist loadfile --no-loadscope-reorder`; otherwise it does no harm."""
     first = {path: place for place, path in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.nodeid.partition("::")[0], len(first)))
+
+
+@pytest.fixture(autouse=True)
+def log_of_this_test_alone() -> Iterator[None]:
+    """A verb that serves logs to the stderr it was begun with: a test's, which is closed after it.
+
+    Whoever logs later, or in a thread that is left, would have a traceback put on the terminal.
+    """
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -6,6 +6,7 @@ a page; what it plays goes through `PageBuffer`, which drops and stutters as the
 """
 
 import asyncio
+import contextlib
 import ssl
 from dataclasses import dataclass, field
 
@@ -137,7 +138,8 @@ async def call(
                 sent_ms.append(now_ms())
             pages = writer.append_pcm(speech[at : at + block])
             if pages:
-                await ws.send_bytes(b"\x01" + pages)
+                with contextlib.suppress(ConnectionError):  # it may be sent away just now
+                    await ws.send_bytes(b"\x01" + pages)
         await ws.close()
         await listener
     return heard

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ GENEROUS = AdmissionConfig(calibrate_s=0, min_margin_ms=0)
 
 
 class Running:
-    """A box that runs in a thread of this process."""
+    """A box that runs in a thread of this process, and ends with the block it is used in."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Running:
         socket_path: Path,
         work: Callable[[int], None],
         admission: AdmissionConfig = GENEROUS,
-        first_frame_s: int = 1,
+        first_frame_s: int = 5,
         beside: tuple[BesideConfig, ...] = (),
     ) -> None:
         self.executor = FakeExecutor(make_bundle(folder / "bundle"), 2, work)
@@ -72,6 +73,8 @@ class Running:
         )
         self.box = Box(self.config, self.executor, MonotonicClock(), 2**30)
         self.error: BaseException | None = None
+        self.lines: list[Line] = []
+        """Those of the test; what a test that fails leaves open would be a warning in another."""
         # A daemon: a box that does not stop fails its test, and must not hold up the others.
         self._thread = threading.Thread(target=self._run, name="box under test", daemon=True)
 
@@ -80,6 +83,17 @@ class Running:
             self.box.run()
         except BaseException as err:
             self.error = err
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.box.drain()
+        self.join()
+        for line in self.lines:
+            line.close()
+        assert kind is not None or self.error is None
 
     def start(self) -> None:
         self._thread.start()
@@ -109,12 +123,8 @@ def socket_path() -> Iterator[Path]:
 
 @pytest.fixture
 def running(tmp_path: Path, socket_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path, socket_path, lambda batch: None)
-    running.start()
-    yield running
-    running.box.drain()
-    running.join()
-    assert running.error is None
+    with Running(tmp_path, socket_path, lambda batch: None) as running:
+        yield running
     assert not socket_path.exists()
     assert not list(Path("/dev/shm").glob(f"dbx-{os.getpid()}-*"))
 
@@ -124,10 +134,11 @@ class Line:
 
     def __init__(self, running: Running, caller: str = "x", **settings: float) -> None:
         self.running = running
+        self.channel: Channel | None = None
         self.client = ControlClient.connect(running.config.control.socket)
         self.client.send(control.Join(1, "test", caller, settings))
+        running.lines.append(self)
         self.answer = self.next()
-        self.channel: Channel | None = None
         if isinstance(self.answer, control.Admitted):
             self.channel = Channel.attach(self.answer.channel)
         self._pcm = np.zeros(1920, np.float32)
@@ -241,17 +252,18 @@ def test_a_full_dev_shm_is_a_refusal_and_not_a_crash(
 def test_a_line_that_vanishes_takes_its_call_with_it_and_no_other(running: Running) -> None:
     doomed, other = Line(running, "doomed"), Line(running, "other")
     doomed.speak(1)
-    other.speak(4, last=True)
+    other.speak(3)
     running.wait_for(lambda: running.box.loop.counts.live == 2)
     doomed.close()
-    other.settle(4)
-    assert other.next() == control.Gone(other.admitted.session, "finished")
+    other.speak(1, last=True)  # not before: it must not end while this machine is late to look
+    assert other.settle_all() == control.Gone(other.admitted.session, "finished")
     running.wait_for(lambda: running.box.switchboard.sessions == 0)
     other.close()
     lost, finished = running.summary().sessions
     assert (lost.ended, lost.failed, lost.unexplained) == ("lost", True, 0)
     assert lost.lost == lost.generated > 0
-    assert (finished.ended, finished.due, finished.unexplained) == ("finished", 4, 0)
+    assert (finished.ended, finished.unexplained) == ("finished", 0)
+    assert finished.due == finished.generated >= 4
 
 
 def test_a_line_that_sends_garbage_is_cut_off(running: Running) -> None:
@@ -288,10 +300,10 @@ def test_a_line_that_never_settles_is_given_up_and_its_frames_are_unexplained(
     assert (summary.sessions[0].ended, summary.unexplained) == ("timeout", 2)
 
 
-def test_a_caller_who_never_speaks_is_given_up(running: Running) -> None:
-    line = Line(running)
-    assert line.next() == control.Gone(line.admitted.session, "timeout")
-    line.close()
+def test_a_caller_who_never_speaks_is_given_up(tmp_path: Path, socket_path: Path) -> None:
+    with Running(tmp_path, socket_path, lambda batch: None, first_frame_s=1) as running:
+        line = Line(running)
+        assert line.next() == control.Gone(line.admitted.session, "timeout")
 
 
 def test_a_second_box_does_not_take_the_first_ones_socket(running: Running, tmp_path: Path) -> None:
@@ -302,11 +314,8 @@ def test_a_second_box_does_not_take_the_first_ones_socket(running: Running, tmp_
 def test_the_socket_of_a_box_that_was_killed_is_replaced(tmp_path: Path, socket_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
         stale.bind(str(socket_path))
-    running = Running(tmp_path, socket_path, lambda batch: None)
-    running.start()
-    Line(running).close()
-    running.box.drain()
-    running.join()
+    with Running(tmp_path, socket_path, lambda batch: None) as running:
+        Line(running).close()
 
 
 def test_a_file_in_the_sockets_place_is_left_alone(tmp_path: Path, socket_path: Path) -> None:
@@ -360,10 +369,15 @@ def test_a_full_disk_is_an_alarm_and_no_lost_frame(
         patched.setattr(os, "pwrite", full)
         line.speak(3)
         line.settle(6)  # three of them on silence
-        line.client.send(control.Status(1))
-        report_ = line.next()
-        assert isinstance(report_, control.Report)
-        assert report_.disk_errors > 0
+
+        def report_of_the_box() -> control.Report:
+            line.client.send(control.Status(1))
+            report_ = line.next()
+            assert isinstance(report_, control.Report)
+            return report_
+
+        running.wait_for(lambda: report_of_the_box().disk_errors > 0)
+        report_ = report_of_the_box()
         assert (report_.records_lost, report_.records_dropped) == (0, 0)
     line.speak(1, last=True)
     assert line.settle_all() == control.Gone(line.admitted.session, "finished")
@@ -393,57 +407,49 @@ def spend(seconds: float) -> None:
 def test_a_newcomer_who_would_make_ticks_late_is_refused_for_time(
     tmp_path: Path, socket_path: Path
 ) -> None:
-    running = Running(
+    with Running(
         tmp_path,
         socket_path,
         lambda batch: spend(0.06 * batch - 0.05),  # 10 ms alone; 70 of 80 with two
         AdmissionConfig(calibrate_s=0, min_margin_ms=16),
-    )
-    running.start()
-    first, second = Line(running), Line(running)
-    assert isinstance(first.answer, control.Admitted)
-    assert isinstance(second.answer, control.Refused)
-    assert second.answer.reason is Reason.TIME
-    assert "with 2 sessions at guaranteed fill" in second.answer.detail
-    second.client.send(control.Status(3))
-    report_ = second.next()
-    assert isinstance(report_, control.Report)
-    assert (report_.sessions_free, report_.limited_by) == (0, "time")
-    assert report_.forecast_ns > 70 * MS
-    assert report_.refusals == {"time": 1}
-    first.close()
-    second.close()
-    running.box.drain()
-    running.join()
+    ) as running:
+        first, second = Line(running), Line(running)
+        assert isinstance(first.answer, control.Admitted)
+        assert isinstance(second.answer, control.Refused)
+        assert second.answer.reason is Reason.TIME
+        assert "with 2 sessions at guaranteed fill" in second.answer.detail
+        second.client.send(control.Status(3))
+        report_ = second.next()
+        assert isinstance(report_, control.Report)
+        assert (report_.sessions_free, report_.limited_by) == (0, "time")
+        assert report_.forecast_ns > 70 * MS
+        assert report_.refusals == {"time": 1}
 
 
 def test_overload_that_comes_all_the_same_sends_the_newest_away_and_keeps_the_other(
     tmp_path: Path, socket_path: Path
 ) -> None:
     slow = threading.Event()
-    running = Running(
-        tmp_path, socket_path, lambda batch: spend(0.11 if batch > 1 and slow.is_set() else 0)
-    )
-    running.start()
-    older, newest = Line(running, "older"), Line(running, "newest")
-    older.speak(1)
-    newest.speak(1)
-    running.wait_for(lambda: running.box.loop.counts.live == 2)
-    slow.set()
-    assert newest.next() in (
-        control.Gone(newest.admitted.session, "shed"),
-        control.Gone(newest.admitted.session, "timeout"),  # nobody wrote its receipts
-    )
-    running.wait_for(lambda: running.box.loop.counts.late_run == 0)  # the other has its time back
-    assert running.box.switchboard.sessions_shed == 1
-    another = Line(running, "another")
-    assert isinstance(another.answer, control.Refused)
-    assert another.answer.reason is Reason.TIME
-    for line in (older, newest, another):
-        line.close()
-    running.box.drain()
-    running.join()
-    assert running.error is None
+
+    def work(batch: int) -> None:
+        spend(0.11 if batch > 1 and slow.is_set() else 0)
+
+    with Running(tmp_path, socket_path, work) as running:
+        older, newest = Line(running, "older"), Line(running, "newest")
+        older.speak(1)
+        newest.speak(1)
+        running.wait_for(lambda: running.box.loop.counts.live == 2)
+        slow.set()
+        assert newest.next() in (
+            control.Gone(newest.admitted.session, "shed"),
+            control.Gone(newest.admitted.session, "timeout"),  # nobody wrote its receipts
+        )
+        # The other has its time back.
+        running.wait_for(lambda: running.box.loop.counts.late_run == 0)
+        assert running.box.switchboard.sessions_shed == 1
+        another = Line(running, "another")
+        assert isinstance(another.answer, control.Refused)
+        assert another.answer.reason is Reason.TIME
 
 
 def test_what_the_machine_has_is_a_sane_number() -> None:

@@ -19,13 +19,11 @@ pytestmark = pytest.mark.clock
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    with tempfile.TemporaryDirectory(prefix="dbx-") as folder:  # tmp_path may be too long for one
-        running = Running(tmp_path, Path(folder) / "control.sock", lambda batch: None)
-        running.start()
+    with (
+        tempfile.TemporaryDirectory(prefix="dbx-") as folder,  # tmp_path may be too long for one
+        Running(tmp_path, Path(folder) / "control.sock", lambda batch: None) as running,
+    ):
         yield running
-        running.box.drain()
-        running.join()
-    assert running.error is None
 
 
 def test_more_lines_than_there_is_room_for_are_turned_away_and_no_call_notices(

@@ -19,12 +19,8 @@ __all__ = ["socket_path"]
 
 @pytest.fixture
 def running(tmp_path: Path, socket_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path, socket_path, lambda batch: None)
-    running.start()
-    yield running
-    running.box.drain()
-    running.join()
-    assert running.error is None
+    with Running(tmp_path, socket_path, lambda batch: None) as running:
+        yield running
 
 
 def settle_live(running: Running, line: Line, frames: int) -> None:

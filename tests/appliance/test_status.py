@@ -39,16 +39,13 @@ def test_the_verb_asks_every_box_of_a_folder(
     with tempfile.TemporaryDirectory(prefix="dbx-") as folder:
         assert cli.main(["status", "--socket", folder]) == 2
         assert "holds no socket" in capsys.readouterr().err
-        running = Running(tmp_path, Path(folder) / "a.sock", lambda batch: None, first_frame_s=60)
-        running.start()
-        line = Line(running)
-        assert cli.main(["status", "--socket", folder]) == 0
-        assert "1 of 2 slots held; 1 more would be admitted" in capsys.readouterr().out
-        assert cli.main(["status", "--socket", f"{folder}/a.sock", "--json"]) == 0
-        (found,) = json.loads(capsys.readouterr().out).values()
-        assert found["leases_held"] == 1
-        line.close()
-        running.box.drain()
-        running.join()
+        socket = Path(folder) / "a.sock"
+        with Running(tmp_path, socket, lambda batch: None, first_frame_s=60) as running:
+            Line(running)
+            assert cli.main(["status", "--socket", folder]) == 0
+            assert "1 of 2 slots held; 1 more would be admitted" in capsys.readouterr().out
+            assert cli.main(["status", "--socket", f"{folder}/a.sock", "--json"]) == 0
+            (found,) = json.loads(capsys.readouterr().out).values()
+            assert found["leases_held"] == 1
         assert cli.main(["status", "--socket", f"{folder}/a.sock"]) == 1
         assert "no box answers" in capsys.readouterr().err

@@ -36,12 +36,8 @@ class Phone(Line):
 
 @pytest.fixture
 def running(tmp_path: Path, socket_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path, socket_path, lambda batch: None)
-    running.start()
-    yield running
-    running.box.drain()
-    running.join()
-    assert running.error is None
+    with Running(tmp_path, socket_path, lambda batch: None) as running:
+        yield running
 
 
 def asking(running: Running, session: int, target: str = "sip:desk@pbx") -> ControlClient:

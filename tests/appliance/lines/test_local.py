@@ -79,10 +79,14 @@ def arguments(*text: str) -> argparse.Namespace:
     return parser.parse_args(text)
 
 
-def signal_after(seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    timer.start()
-    return timer
+def played(card: ThreadCard, seconds: float) -> bool:
+    """Whether so much of the tone has come out of its loudspeaker; 10 s are too long."""
+    never = threading.Event()
+    for _ in range(1000):
+        if (np.abs(card.played) > 0.1).sum() > seconds * CARD_HZ / 2:
+            return True
+        never.wait(0.01)
+    return False
 
 
 @pytest.mark.slow
@@ -92,16 +96,26 @@ def test_a_card_that_goes_away_once_and_a_call_that_is_hung_up(
     first = ThreadCard(tone(440)(0, 10 * CARD_HZ))
     second = ThreadCard(tone(440)(0, 10 * CARD_HZ))
 
-    def unplug() -> None:
-        first.active = False
+    seen = []
 
-    threading.Timer(1.8, unplug).start()
-    signal_after(4.2)
+    def unplug_and_hang_up() -> None:
+        seen.append(played(first, 1))
+        first.active = False
+        seen.append(played(second, 1))
+        if not ended.is_set():  # it would end the tests
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    ended = threading.Event()
+    other = threading.Thread(target=unplug_and_hang_up)
+    other.start()
     code = local.run_line(
         arguments("--socket", str(running), "--no-noise-suppression", "--no-echo-cancellation"),
         ThreadSound(first, second),
         MonotonicClock(),
     )
+    ended.set()
+    other.join()
+    assert seen == [True, True]
     said = capfd.readouterr().out
     assert code == 130, said
     assert "the sound card has gone" in said
@@ -124,9 +138,10 @@ def test_a_call_waits_for_its_card_only_so_long(
     card = ThreadCard(tone(440)(0, 10 * CARD_HZ))
 
     def unplug() -> None:
+        played(card, 0.3)
         card.active = False
 
-    threading.Timer(1.2, unplug).start()
+    threading.Thread(target=unplug, daemon=True).start()
     flags = ("--wait-for-card", "0.5", "--no-echo-cancellation", "--no-noise-suppression")
     code = local.run_line(
         arguments("--socket", str(running), *flags), ThreadSound(card), MonotonicClock()

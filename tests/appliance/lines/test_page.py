@@ -16,9 +16,9 @@ from aiohttp import ClientSession
 
 from appliance.lines.web_client import OPUS, PCM, CallError, Heard, Told, WebClient, Words
 from appliance.lines.web_pages import FOLDER
-from tests.appliance.lines.test_web_server import Line
 from tests.appliance.test_box import ROOT
 from tests.fakes_line import FakeBox
+from tests.web_line import Line
 
 pytestmark = pytest.mark.clock
 

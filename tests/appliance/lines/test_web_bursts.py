@@ -20,8 +20,8 @@ from appliance.lines.web_server import Options, WebServer
 from appliance.lines.web_site import open_site
 from appliance.lines.wire import Model
 from bench.echo_box import ROOT, stand
-from tests.appliance.lines.test_web_server import real_time
 from tests.fakes_line import FakeBox
+from tests.web_line import real_time
 
 pytestmark = pytest.mark.clock
 

@@ -28,8 +28,8 @@ from appliance.lines.web_client import OPUS, PCM, CallError, WebClient
 from appliance.lines.web_server import CLOSE_NS
 from appliance.lines.wire import Wish
 from bench.echo_box import Stand, stand
-from tests.appliance.lines.test_web_server import real_time
 from tests.web_call_sim import PIECES, WELCOME, start
+from tests.web_line import real_time
 
 pytestmark = [pytest.mark.soak, pytest.mark.clock]
 RATE_HZ = 24_000
