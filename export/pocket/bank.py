@@ -10,9 +10,10 @@ Not here: the voices (`voices`), what is said (`world`).
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
-from export.pocket.world import CALLER, DESK_PHRASES, DIGITS, NAMES, Group, Kind
+from export.pocket.world import CALLER, DESK_PHRASES, DIGITS, NAMES, Kind
 
-if TYPE_CHECKING:  # voices needs programs that training does not
-    from export.pocket.voices import Voice
+if TYPE_CHECKING:  # voices needs packages that training does not
+    from export.pocket.voices import Speak, Voice
+
+RATE_HZ = 24_000
+COMPRESSION = 0.9
+"""Of Opus, as libsndfile counts it: about 30 kbit/s."""
 
 GAP_SAMPLES = 1_200
 """Of silence between two chunks of a voice."""
@@ -66,6 +71,15 @@ class Index(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Cast:
+    """Who speaks in a bank (`voices.cast`)."""
+
+    desk: "Voice"
+    callers: "Sequence[Voice]"
+    speak: "Speak"
+
+
+@dataclass(frozen=True)
 class Bank:
     """All sounds in one array, and the chunks with their places in it."""
 
@@ -96,52 +110,58 @@ def _decoded(path: Path) -> npt.NDArray[np.int16]:
     return np.asarray(sound)
 
 
-def make(folder: Path, seed: int, group: Group, say: Say) -> Index:
-    """Let every voice of a group say everything, and write their bank; go on where it stopped."""
-    from export.pocket import voices
+def make(folder: Path, seed: int, cast: Cast, every: bool, say: Say) -> Index:
+    """Let everybody say everything, and write their bank; go on where it stopped.
 
+    every: all callers make background speech, and not every third.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [voice for voice in voices.callers(seed) if voice.group is group]
-    kept = _kept(folder, seed, tuple(voice.name for voice in chosen))
-    index = Index(voices.RATE_HZ, seed, (), voices.DESK.name, kept)
-    for n, voice in enumerate([voices.DESK, *chosen]):
+    names = tuple(voice.name for voice in cast.callers)
+    index = _kept(folder, Index(RATE_HZ, seed, names, cast.desk.name, ()))
+    there = len(index.callers)
+    for n, voice in enumerate([cast.desk, *cast.callers]):
         if not any(chunk.voice == voice.name for chunk in index.chunks):
-            every = group is not Group.TRAINING
             asked = caller_chunks(seed, n - 1, every) if n else desk_chunks()
-            chunks = _spoken(voice, asked, folder)
+            chunks = _spoken(voice, cast.speak, asked, folder)
             index = msgspec.structs.replace(index, chunks=(*index.chunks, *chunks))
-            say(f"{voice.name}: {len(chunks)} chunks, {chunks[-1].start / voices.RATE_HZ:.0f} s")
+            say(f"{voice.name}: {len(chunks)} chunks, {chunks[-1].start / RATE_HZ:.0f} s")
         # Whatever stops it, what is done is a bank.
-        index = msgspec.structs.replace(index, callers=tuple(v.name for v in chosen[:n]))
+        index = msgspec.structs.replace(index, callers=names[: max(n, there)])
         (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
     return index
 
 
-def _spoken(voice: "Voice", asked: Asked, folder: Path) -> list[Chunk]:
+def _spoken(voice: "Voice", speak: "Speak", asked: Asked, folder: Path) -> list[Chunk]:
     """Let one voice say everything asked, and write its sound."""
-    from export.pocket import voices
-
     chunks: list[Chunk] = []
     sounds, at = [], 0
     for kind, text, form in asked:
-        spoken = voices.speak(voice, text + {WITHIN: ",", AT_END: "."}.get(form, ""))
+        spoken = speak(voice, text + {WITHIN: ",", AT_END: "."}.get(form, ""))
         starts = spoken.word_starts_s
         chunks.append(Chunk(voice.name, kind, text, form, at, len(spoken.sound), starts))
         sounds += [spoken.sound, np.zeros(GAP_SAMPLES, np.float32)]
         at += len(spoken.sound) + GAP_SAMPLES
-    (folder / f"{voice.name}.opus").write_bytes(voices.as_opus(np.concatenate(sounds)))
+    path = folder / f"{voice.name}.opus"
+    sound = np.concatenate(sounds)
+    soundfile.write(
+        path, sound, RATE_HZ, format="OGG", subtype="OPUS", compression_level=COMPRESSION
+    )
     return chunks
 
 
-def _kept(folder: Path, seed: int, names: tuple[str, ...]) -> tuple[Chunk, ...]:
-    """What an earlier run of the same seed got done, of voices that are still in their places."""
-    if not (folder / INDEX).is_file():
-        return ()
-    index = msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
-    if index.seed != seed:
-        return ()
-    same = {mine for mine, old in zip(names, index.callers, strict=False) if mine == old}
-    return tuple(chunk for chunk in index.chunks if chunk.voice in same | {index.desk})
+def _kept(folder: Path, wanted: Index) -> Index:
+    """What an earlier run of the same seed got done: its desk, and callers up to the first that
+    is somebody else, since a caller's place says which numbers it reads."""
+    old = wanted
+    if (folder / INDEX).is_file():
+        old = msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
+    spoken = {chunk.voice for chunk in old.chunks} if old.seed == wanted.seed else set()
+    pairs = zip(wanted.callers, old.callers, strict=False)
+    same = takewhile(lambda pair: pair[0] == pair[1] and pair[0] in spoken, pairs)
+    callers = tuple(mine for mine, _ in same)
+    kept = {*callers, wanted.desk} & spoken
+    chunks = tuple(chunk for chunk in old.chunks if chunk.voice in kept)
+    return msgspec.structs.replace(wanted, callers=callers, chunks=chunks)
 
 
 def caller_chunks(seed: int, voice: int, every: bool) -> Asked:

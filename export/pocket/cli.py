@@ -38,9 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     if asked.verb == "bank":
         from export.pocket import bank as banks
+        from export.pocket import voices
         from export.pocket.world import Group
 
-        index = banks.make(asked.folder, asked.seed, Group(asked.voices), say)
+        group = Group(asked.voices)
+        every = group is not Group.TRAINING
+        cast = voices.cast(asked.seed, group)
+        index = banks.make(asked.folder, asked.seed, cast, every, say)
         say(f"{asked.folder}: {len(index.callers)} callers, {len(index.chunks)} chunks")
     if asked.verb == "train":
         from export.pocket.lease import Wanted, run

@@ -15,7 +15,6 @@ also says how long it held each phoneme, hence when each word begins.
 Not here: what they say (`world`), where it is kept (`bank`).
 """
 
-import io
 import json
 import random
 import subprocess
@@ -28,14 +27,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import soundfile
 import soxr
 
+from export.pocket.bank import RATE_HZ, Cast
 from export.pocket.world import Group
 
 Audio = npt.NDArray[np.float32]
 
-RATE_HZ = 24_000
+Speak = Callable[["Voice", str], "Spoken"]
 LEVEL = 0.1
 """Root mean square of the loud part of everything in the bank."""
 EDGE_S = 0.012
@@ -115,7 +114,12 @@ DESK = Voice("desk", "piper", ("1.0", "0.4", "0.5"))
 """The desk's own voice: the Piper voice, calmer than its default."""
 
 
-def speak(voice: Voice, text: str, seed: int = 0) -> Spoken:
+def cast(seed: int, group: Group) -> Cast:
+    """Everybody of a group, ready to speak."""
+    return Cast(DESK, [voice for voice in callers(seed) if voice.group is group], speak)
+
+
+def speak(voice: Voice, text: str) -> Spoken:
     """Say ``text``. The programs have no seed but Piper's model, whose noise is its graph's own."""
     return SPEAK[voice.program](voice, text)
 
@@ -256,18 +260,9 @@ def kokoro_model() -> tuple[Any, dict[str, int], dict[str, Any]]:
         return session, vocabulary, dict(np.load(file))
 
 
-SPEAK: dict[str, Callable[[Voice, str], Spoken]] = {
+SPEAK: dict[str, Speak] = {
     "espeak": _espeak,
     "flite": _flite,
     "piper": _piper,
     "kokoro": _kokoro,
 }
-
-
-def as_opus(sound: Audio, compression: float = 0.9) -> bytes:
-    """An Ogg/Opus file of a sound at `RATE_HZ`; compression 0.9 is about 30 kbit/s."""
-    file = io.BytesIO()
-    soundfile.write(
-        file, sound, RATE_HZ, format="OGG", subtype="OPUS", compression_level=compression
-    )
-    return file.getvalue()

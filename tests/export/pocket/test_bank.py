@@ -6,59 +6,65 @@ import numpy as np
 import pytest
 
 from export.pocket import bank, voices
+from export.pocket.bank import Cast
+from export.pocket.voices import Spoken, Voice
 from export.pocket.world import DIGITS, Group, Kind
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Four voices without their programs; what they said, voice by voice."""
-    found: list[str] = []
-    names = ("one", "two", "three", "held")
+class Studio:
+    """Voices without their programs, and who spoke, in order."""
 
-    def callers(seed: int) -> list[voices.Voice]:
-        groups = (Group.TRAINING,) * 3 + (Group.HELD_OUT,)
-        return [voices.Voice(n, "none", (), g) for n, g in zip(names, groups, strict=True)]
+    def __init__(self, *names: str) -> None:
+        made = [Voice(name, "none", ()) for name in names]
+        self.cast = Cast(Voice("desk", "none", ()), made, self.speak)
+        self.spoke: list[str] = []
 
-    def speak(voice: voices.Voice, text: str, seed: int = 0) -> voices.Spoken:
-        if not found or found[-1] != voice.name:
-            found.append(voice.name)
-        return voices.Spoken(np.full(480, 0.1, np.float32))
-
-    monkeypatch.setattr(voices, "callers", callers)
-    monkeypatch.setattr(voices, "speak", speak)
-    return found
+    def speak(self, voice: Voice, text: str) -> Spoken:
+        if not self.spoke or self.spoke[-1] != voice.name:
+            self.spoke.append(voice.name)
+        return Spoken(np.full(480, 0.1, np.float32))
 
 
-def test_a_bank_goes_on_where_it_was_cut_short(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def quiet(sentence: str) -> None:
+    pass
+
+
+def test_a_bank_that_is_cut_short_is_a_bank_and_goes_on(tmp_path: Path) -> None:
     def cut(sentence: str) -> None:
-        if sentence.startswith("one:"):
+        if sentence.startswith("two:"):
             raise KeyboardInterrupt
 
-    whole = bank.make(tmp_path / "whole", 0, Group.TRAINING, lambda _: None)
-    assert whole.callers == ("one", "two", "three")
-    said.clear()
+    whole = bank.make(tmp_path / "whole", 0, Studio("one", "two").cast, True, quiet)
+    assert whole.callers == ("one", "two")
+    first, then = Studio("one", "two"), Studio("one", "two")
     with pytest.raises(KeyboardInterrupt):
-        bank.make(tmp_path / "cut", 0, Group.TRAINING, cut)
-    assert said == ["desk", "one"]
-    short = bank.read(tmp_path / "cut")
-    assert short.index.callers == ()
-    said.clear()
-    again = bank.make(tmp_path / "cut", 0, Group.TRAINING, lambda _: None)
-    assert said == ["one", "two", "three"]
-    assert again == whole
-    assert bank.make(tmp_path / "cut", 0, Group.TRAINING, lambda _: None) == whole
-    assert said == ["one", "two", "three"]
+        bank.make(tmp_path / "cut", 0, first.cast, True, cut)
+    assert bank.read(tmp_path / "cut").index.callers == ("one",)
+    assert bank.make(tmp_path / "cut", 0, then.cast, True, quiet) == whole
+    assert then.spoke == ["two"]
 
 
-def test_a_bank_is_of_its_group_and_everybody_says_every_digit(
-    tmp_path: Path, said: list[str]
-) -> None:
-    bank.make(tmp_path, 0, Group.HELD_OUT, lambda _: None)
+def test_a_larger_cast_keeps_who_is_in_the_same_place(tmp_path: Path) -> None:
+    bank.make(tmp_path, 0, Studio("one").cast, True, quiet)
+    larger = Studio("one", "two", "three")
+
+    def cut(sentence: str) -> None:
+        if sentence.startswith("three:"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bank.make(tmp_path, 0, larger.cast, True, cut)
+    assert larger.spoke == ["two", "three"]
+    assert bank.read(tmp_path).index.callers == ("one", "two")
+    other = Studio("one", "new")
+    assert bank.make(tmp_path, 0, other.cast, True, quiet).callers == ("one", "new")
+    assert other.spoke == ["new"]
+
+
+def test_everybody_says_every_digit_in_both_ways(tmp_path: Path) -> None:
+    bank.make(tmp_path, 0, Studio("one").cast, True, quiet)
     read = bank.read(tmp_path)
-    assert read.index.callers == ("held",)
-    digits = {(c.text, c.form) for c in read.of("held") if c.kind == Kind.DIGIT}
+    digits = {(c.text, c.form) for c in read.of("one") if c.kind == Kind.DIGIT}
     assert digits == {(digit, form) for digit in DIGITS for form in (bank.WITHIN, bank.AT_END)}
     last = read.index.chunks[-1]
     assert last.start + last.samples <= len(read.sound)
