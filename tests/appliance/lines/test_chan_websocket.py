@@ -27,9 +27,9 @@ from appliance.lines.chan_websocket import (
 from appliance.lines.sip_stack import Format
 from tests.appliance.lines.test_audiosocket import ended, line
 from tests.appliance.lines.test_sip import snr_db, speech
-from tests.appliance.lines.test_sip_peers import print_figures, stub_box, used
 from tests.fakes import FakeClock
 from tests.fakes_line import FakeBox, Trouble
+from tests.sip_rig import print_figures, stub_box, used
 
 pytestmark = pytest.mark.clock
 

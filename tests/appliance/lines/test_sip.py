@@ -1,7 +1,7 @@
 """`duplexbox appliance sip`, called by a telephone over real sockets; the box only echoes.
 
 The stack is the real one, in the real worker process. What needs more than a few seconds or other
-peers is in `test_sip_peers.py`, run by `make test-lines`.
+peers is in `test_sip_peers.py` and its neighbours, run by `make test-lines`.
 """
 
 import logging

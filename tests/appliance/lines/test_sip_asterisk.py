@@ -1,4 +1,4 @@
-"""The lines with a real Asterisk: its websockets, and callers it is asked to send on.
+"""The lines with a real Asterisk: SIP, AudioSocket, websockets, callers it is asked to send on.
 
 Run by `make test-lines`; tests/sip_asterisk.py says how to get one.
 """
@@ -13,10 +13,10 @@ from appliance.admission import Reason
 from tests.appliance.lines.test_audiosocket import ended
 from tests.appliance.lines.test_audiosocket import line as bridge
 from tests.appliance.lines.test_sip import line, speech, ticks
-from tests.appliance.lines.test_sip_peers import HearingBox, print_figures, snr_db
 from tests.fakes_line import FakeBox, Trouble
 from tests.sip_asterisk import asterisk
 from tests.sip_peer import now_s, sleep
+from tests.sip_rig import HearingBox, print_figures, snr_db
 
 pytestmark = [pytest.mark.peers, pytest.mark.clock]
 
@@ -101,3 +101,48 @@ def test_asterisk_sends_a_caller_on(tmp_path: Path, user: str, is_done: bool) ->
     assert (join.persona, join.voice, join.transfers) == ("You are Ann.", "alto", True)
     assert box.transferred[0].is_done is is_done
     assert (row.transfer_to, row.transfer_by) == (target, "operator")
+
+
+@pytest.mark.parametrize("codec", ["alaw", "g722", "opus"])
+def test_asterisk_takes_its_login_and_calls_with_a_voice_and_keys(
+    tmp_path: Path, codec: str
+) -> None:
+    voice = speech(6.0)
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    with asterisk(tmp_path, voice, codec) as pbx, HearingBox(tmp_path) as box:
+        account = f'domain = "127.0.0.1:{pbx.port}"\nregister = true\npassword_file = "{secret}"'
+        with line(tmp_path, box.path, account=account) as running:
+            running.wait("account bot is registered")
+            pbx.say("channel originate PJSIP/bot extension s@play")
+            running.wait("call 1 over", 40)
+        heard, rate_hz = pbx.heard()
+    model = np.concatenate(box.heard[1])
+    said = (soxr.resample(voice / 32_768, 8_000, 24_000)).astype(np.float32)
+    to_model = snr_db(said, model, 24_000)
+    (row,) = running.rows()
+    print_figures(f"asterisk {codec}", to_model=to_model, row=row, heard=heard.size / rate_hz)
+    assert to_model[0] > (25 if codec != "opus" else 8)
+    assert np.abs(heard).max() > 1_000
+    assert row.digits == "12#"
+    assert ticks(row) == pytest.approx(row.talked_ms / 80, abs=1.5)
+
+
+def test_asterisk_hands_a_caller_over_by_audiosocket(tmp_path: Path) -> None:
+    voice = speech(6.0)
+    with (
+        HearingBox(tmp_path) as box,
+        bridge(tmp_path, box.path) as port,
+        asterisk(tmp_path, voice, bridge=port) as pbx,
+    ):
+        pbx.say("channel originate Local/s@speak extension s@bridge")
+        (row,) = ended(tmp_path, 40)
+        heard, rate_hz = pbx.heard()
+    model = np.concatenate(box.heard[1])
+    said = (soxr.resample(voice / 32_768, 8_000, 24_000)).astype(np.float32)
+    to_model = snr_db(said, model, 24_000)
+    print_figures("asterisk audiosocket", to_model=to_model, row=row, heard=heard.size / rate_hz)
+    assert to_model[0] > 38
+    assert np.abs(heard).max() > 1_000
+    assert row.caller == "40325ec2-5efd-4bd3-805f-53576e581d13"
+    assert ticks(row) == pytest.approx(row.talked_ms / 80, abs=1.5)

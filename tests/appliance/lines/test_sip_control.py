@@ -19,10 +19,10 @@ import soxr
 from appliance.lines.sip_records import Row
 from appliance.lines.wav import WavWriter
 from tests.appliance.lines.test_sip import ROOT, Line, line, snr_db, speech
-from tests.appliance.lines.test_sip_peers import stub_box
 from tests.fakes_line import FakeBox, Trouble
 from tests.sip_debian import baresip
 from tests.sip_peer import Phone, now_s, sleep
+from tests.sip_rig import stub_box
 
 pytestmark = [pytest.mark.slow, pytest.mark.clock]
 
