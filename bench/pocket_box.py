@@ -10,6 +10,7 @@ Not here: what is asked and what an answer is worth (`export.pocket.trials`), th
 lines, which have protocols and playout buffers of their own.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def converse(
     engine = open_engine(bundle.read(path), EngineConfig(path, SLOTS, "cpu"))
     config = Config(
         engine=EngineConfig(path, SLOTS),
-        clock=ClockConfig(drain_s=5, realtime_priority=0),
+        clock=ClockConfig(drain_s=5),
         control=ControlConfig(folder / "box.sock"),
         ledger=LedgerConfig(folder / "ledger"),
         admission=AdmissionConfig(calibrate_s=1),
@@ -81,13 +82,15 @@ def converse(
         *("--stagger", f"{(length_s + DRAINS_S) / at_once:.3f}"),
         *(word for setting in settings for word in ("--set", setting)),
     ]
-    lines = LineProcess(box, command, folder / LOG, lambda seconds, counts: None)
+    priority = config.clock.realtime_priority // 2
+    lines = LineProcess(box, command, folder / LOG, lambda seconds, counts: None, priority)
     lines.start()
     try:
         box.run()
     finally:
         lines.stop()
         engine.executor.close()
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # the judge is in no hurry
     stems = [f"{number:02d}-{caller.stem}" for number, caller in enumerate(callers, 1)]
     return [answer(folder, stem) for stem in stems], kept(folder / "ledger")
 
