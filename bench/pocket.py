@@ -18,9 +18,10 @@ Made for one machine; no decision of the box hangs on it.
 
 import argparse
 import json
+import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,8 @@ from export.pocket.trials import FRAME_S, KINDS, Sound, Trial, Verdict
 from export.pocket.world import DIGITS, Kind
 
 TELEPHONE_HZ = 8_000
+BETWEEN_DIGITS_S = 0.07
+"""As the desk's script has it."""
 Recognise = Callable[[Sound], list[str]]
 
 
@@ -210,28 +213,57 @@ def converse(
 
 
 def codec(stage: Stage, args: argparse.Namespace) -> dict[str, float]:
-    """Speech and its copy by the bundle's codec, run stage by stage."""
+    """Speech and its copy by the bundle's codec, run stage by stage: callers' numbers in one
+    breath, and numbers as the desk's own recordings say them back."""
     coder = Coder(bundle.read(args.bundle))
-    mel = MelDistance()
-    chunks = [c for c in stage.bank.index.chunks if c.kind in (Kind.DIGITS, "digit")]
-    chunks = [c for c in chunks if c.kind == Kind.DIGITS][: args.words]
+    mel, recognise = MelDistance(), recogniser()
+    numbers = [c for c in stage.bank.index.chunks if c.kind == Kind.DIGITS][: args.words]
     distances, right, right_copy, total = [], 0, 0, 0
-    recognise = recogniser()
-    for chunk in chunks:
-        sound = stage.bank.sound[chunk.start : chunk.start + chunk.samples] / np.float32(32_768)
-        padded = np.pad(sound, (FRAME, 4 * FRAME - len(sound) % FRAME)).astype(np.float32)
-        copy = coder.copied(padded)
-        distances.append(float(mel(torch.from_numpy(padded)[None], torch.from_numpy(copy)[None])))
+    for chunk in numbers:
+        whole = padded(recorded(stage, chunk))
+        copy = coder.copied(whole)
+        distances.append(float(mel(torch.from_numpy(whole)[None], torch.from_numpy(copy)[None])))
         wanted = chunk.text.split()
         total += len(wanted)
-        right += in_common(wanted, recognise(padded))
+        right += in_common(wanted, recognise(whole))
         right_copy += in_common(wanted, recognise(copy))
+    exact, exact_copy = [], []
+    for wanted, sound in read_back(stage, args.seed, args.words):
+        whole = padded(sound)
+        exact.append(recognise(whole) == wanted)
+        exact_copy.append(recognise(coder.copied(whole)) == wanted)
     return {
-        "numbers": len(chunks),
+        "numbers": len(numbers),
         "mel distance": round(float(np.mean(distances)), 4),
         "digits right in speech": round(right / total, 4),
         "digits right in its copy": round(right_copy / total, 4),
+        "desk's numbers exactly right in its recordings": round(float(np.mean(exact)), 4),
+        "and in their copies": round(float(np.mean(exact_copy)), 4),
     }
+
+
+def recorded(stage: Stage, chunk: bank.Chunk) -> Sound:
+    """What a voice said."""
+    sound = stage.bank.sound[chunk.start : chunk.start + chunk.samples]
+    return np.asarray(sound / 32_768, np.float32)
+
+
+def padded(sound: Sound) -> Sound:
+    """Whole frames of it, with silence before and behind."""
+    return np.pad(sound, (FRAME, 4 * FRAME - len(sound) % FRAME)).astype(np.float32)
+
+
+def read_back(stage: Stage, seed: int, count: int) -> Iterator[tuple[list[str], Sound]]:
+    """Numbers of one to four digits as the desk's recordings say them, without the model."""
+    rng = random.Random(seed)
+    pause = np.zeros(round(BETWEEN_DIGITS_S * RATE_HZ), np.float32)
+    for n in range(count):
+        digits = rng.choices(DIGITS, k=1 + n % 4)
+        parts: list[Sound] = []
+        for at, digit in enumerate(digits, 1):
+            form = bank.AT_END if at == len(digits) else bank.WITHIN
+            parts += [recorded(stage, rng.choice(stage.desk[digit, form])), pause]
+        yield digits, np.concatenate(parts)
 
 
 class Coder:
