@@ -22,6 +22,8 @@ PIP := -m pip --disable-pip-version-check --no-input
 PYTEST := $(DEV)/bin/python -m pytest -rs
 # Tests that any machine can run, in minutes.
 HERE := not gpu and not soak and not sound and not web and not peers
+# Where tests that watch the clock are; elsewhere nothing is imported for them.
+CLOCKED := tests/appliance tests/export/pocket/test_box.py
 say = @printf '==> %s\n' "$(1)"
 
 # One thread per library: the tests run several processes, and a CPU step is repeatable only so.
@@ -61,8 +63,8 @@ types: $(DEV_STAMP)
 tests: $(DEV_STAMP)
 	$(call say,tests that no clock is watched in: on both cores)
 	@$(PYTEST) -m '$(HERE) and not clock' -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
-	$(call say,tests that watch the clock: they have the machine to themselves)
-	@$(PYTEST) -m '$(HERE) and clock' $(PYTEST_ARGS)
+	$(call say,tests that watch the clock: they mostly wait - two at a time and nothing that computes beside them)
+	@$(PYTEST) -m '$(HERE) and clock' -n 2 --dist loadfile --no-loadscope-reorder $(CLOCKED) $(PYTEST_ARGS)
 
 # Needs: apt-get install --no-install-recommends pulseaudio pulseaudio-utils libasound2-plugins \
 #        libportaudio2
@@ -75,7 +77,7 @@ test-sound: $(DEV_STAMP)
 # With MOSHI_PAGE=DIR also Moshi's own page, built from its source: tests/web/test_published_clients.py.
 test-web: $(DEV_STAMP)
 	$(call say,web: pages in real browsers (apt-get install chromium firefox-esr pulseaudio))
-	@$(PYTEST) -m web $(if $(MOSHI_PAGE),,-k 'not published_page') tests/web $(PYTEST_ARGS)
+	@$(PYTEST) -rP -m web $(if $(MOSHI_PAGE),,-k 'not published_page') tests/web $(PYTEST_ARGS)
 
 soak: $(DEV_STAMP)
 	$(call say,soak: the long runs)

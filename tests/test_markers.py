@@ -1,6 +1,7 @@
 """Tests that watch the machine's clock say so, or they would run beside others and fail by them."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ TESTS = Path(__file__).resolve().parent
 REAL_TIME = {"MonotonicClock", "FakeBox", "Running"}
 """A clock that cannot be told to wait, and boxes that tick on it."""
 ALONE = {"clock", "sound", "web", "peers"}
-"""Markers of tests that never run on both cores at once."""
+"""Markers of tests beside which nothing computes."""
 
 
 def names(tree: ast.AST) -> Iterator[str]:
@@ -50,3 +51,15 @@ def test_modules_that_watch_the_clock_are_marked() -> None:
     assert len(modules) > 100
     found = [str(path.relative_to(TESTS)) for path in modules if lacks_mark(path.read_text())]
     assert found == [], "mark them, or the tests in them that do: @pytest.mark.clock"
+
+
+def test_the_pass_that_watches_the_clock_looks_where_such_tests_are() -> None:
+    """It is told where, or it would import torch for nothing."""
+    makefile = (TESTS.parent / "Makefile").read_text()
+    said = re.search(r"^CLOCKED := (.*)$", makefile, re.MULTILINE)
+    assert said
+    places = [TESTS.parent / place for place in said[1].split()]
+    marked = [p for p in TESTS.rglob("test_*.py") if "clock" in marks(ast.parse(p.read_text()))]
+    assert len(marked) > 10
+    lost = [str(p) for p in marked if not any(p.is_relative_to(place) for place in places)]
+    assert lost == [], "name their folders in CLOCKED of the Makefile"

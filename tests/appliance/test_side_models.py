@@ -5,6 +5,7 @@ every caller has its record, that nothing late is handed on, and that the voice'
 How often each was in time is printed, and is a figure of this machine.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -116,7 +117,7 @@ def test_their_process_may_die_and_no_call_notices(tmp_path: Path, socket_path: 
     numbers = call.side["index"]
     assert len(np.unique(numbers)) == len(numbers)  # none twice, in the order of time
     assert (np.diff(numbers) > 0).all()
-    assert not list(Path("/dev/shm").glob("dbx-*-tap"))
+    assert not list(Path("/dev/shm").glob(f"dbx-{os.getpid()}-*-tap"))
 
 
 def test_what_is_no_model_is_a_config_error_before_anything_starts(

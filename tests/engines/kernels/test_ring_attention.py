@@ -93,12 +93,24 @@ COMPILED = [
     RingShape(CacheType.INT8, 8, 2, 64, capacity=3000),
     RingShape(CacheType.FLOAT32, 8, 8, 64, capacity=250, rows_per_step=2),
 ]
+EVERYWHERE = (CacheType.BFLOAT16, CacheType.E4M3)
+"""Caches of models that are served; of the others, only the oldest and newest GPU in minutes."""
+PAIRS = [
+    pytest.param(
+        shape,
+        target,
+        id=f"{shape.cache.name}-{target}",
+        marks=pytest.mark.slow
+        if shape.cache in EVERYWHERE or target in (nvrtc.TARGETS[0], nvrtc.TARGETS[-1])
+        else pytest.mark.soak,
+    )
+    for shape in COMPILED
+    for target in nvrtc.TARGETS
+]
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("target", nvrtc.TARGETS)
-@pytest.mark.parametrize("shape", COMPILED, ids=lambda shape: shape.cache.name)
+@pytest.mark.parametrize(("shape", "target"), PAIRS)
 def test_the_kernel_compiles_without_a_gpu(shape: RingShape, target: str) -> None:
     compiled = nvrtc.compile_source(SOURCE, shape.definitions(), target)
     assert compiled.cubin[:4] == b"\x7fELF"
