@@ -114,7 +114,7 @@ def facts(trial: Trial, answer: Answer, verdict: Verdict) -> dict[str, object]:
     """One trial and its verdict, to be read by people."""
     row: dict[str, object] = {"kind": trial.kind, "voice": trial.voice}
     row |= {"said": " ".join(trial.said), "ends_s": round(trial.ends_s, 3)}
-    row |= {"delay_s": round(answer.delay_s, 4)}
+    row |= {"delay_s": round(answer.delay_s, 4), "concealed": answer.concealed}
     return row | {field: getattr(verdict, field) for field in Verdict.__slots__}
 
 

@@ -50,6 +50,8 @@ class Answer:
     text: list[int]
     delay_s: float
     """From the caller's first sample to the first one of ``sound``, as the caller hears it."""
+    concealed: int = 0
+    """Frames the model was fed silence in place of; each makes it hear its caller a frame later."""
 
 
 class Report(msgspec.Struct):
@@ -57,7 +59,6 @@ class Report(msgspec.Struct):
 
     ended: str
     round_trip_ms: float | None
-    filled: int
     concealed: int
 
 
@@ -109,7 +110,8 @@ def answer(folder: Path, stem: str) -> Answer | str:
         return f"{stem}: {told.ended}"
     frames = len(sound) // FRAME
     text = [heard[n].text if n in heard else -1 for n in range(frames)]
-    return Answer(sound[: frames * FRAME].astype(np.float32), text, told.round_trip_ms / 1e3)
+    whole = sound[: frames * FRAME].astype(np.float32)
+    return Answer(whole, text, told.round_trip_ms / 1e3, told.concealed)
 
 
 def kept(folder: Path) -> dict[str, float]:

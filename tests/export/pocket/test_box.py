@@ -30,18 +30,19 @@ def left(folder: Path, stem: str, report: Report, texts: dict[int, int], frames:
 
 
 def test_words_of_frames_that_never_came_are_none(tmp_path: Path) -> None:
-    left(tmp_path, "01-a", Report("finished", 203.0, 1, 0), {0: 3, 1: 40, 3: 41}, 4)
+    left(tmp_path, "01-a", Report("finished", 203.0, 2), {0: 3, 1: 40, 3: 41}, 4)
     answer = pocket_box.answer(tmp_path, "01-a")
     assert isinstance(answer, Answer)
     assert answer.text == [3, 40, -1, 41]
     assert answer.delay_s == pytest.approx(0.203)
     assert len(answer.sound) == 4 * FRAME
+    assert answer.concealed == 2
 
 
 def test_a_call_that_was_not_held_says_why(tmp_path: Path) -> None:
     (tmp_path / pocket_box.LOG).write_text("01-a: refused (lines): all 8 are taken\n")
     assert pocket_box.answer(tmp_path, "01-a") == "01-a: refused (lines): all 8 are taken"
-    left(tmp_path, "02-b", Report("fault", 203.0, 0, 0), {0: 3}, 1)
+    left(tmp_path, "02-b", Report("fault", 203.0, 0), {0: 3}, 1)
     assert pocket_box.answer(tmp_path, "02-b") == "02-b: fault"
 
 
