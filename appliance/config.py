@@ -4,6 +4,7 @@ One table per module that reads it. What the model decides (period, sample rate,
 here: it comes from the bundle. Read once, strictly: a typo is an error with its path.
 """
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -175,6 +176,20 @@ def parse(text: str, name: str) -> Config:
         ) from None
 
 
+def with_paths(bundle: Path | None, state: Path | None) -> str:
+    """`DEFAULT`, serving ``bundle`` and keeping all it keeps below ``state``. Pure.
+
+    None: as it stands, for a service of the machine.
+    """
+    own = '"/var/lib/duplexbox/bundle"'
+    before, after = DEFAULT.split(own)
+    if state is not None:
+        below = json.dumps(str(state))[:-1].rstrip("/")
+        after = after.replace('"/run/duplexbox/control.sock"', f'{below}/box.sock"')
+        after = after.replace('"/var/lib/duplexbox/', f"{below}/")
+    return before + (own if bundle is None else json.dumps(str(bundle))) + after
+
+
 def _decode_path(kind: type, value: Any) -> Any:
     """msgspec knows no paths; everything else it was not told of is a mistake in this file."""
     if kind is not Path:
@@ -250,7 +265,7 @@ within_s = 30           # how long the margins of ticks may take to feed a newco
 #calls_per_s = 20             # new calls from one address
 #rtp_ports = [20000, 30000]   # for audio, two a call
 #jitter_ms = [20, 200]        # how long packets are held back, at least and at most
-#lead_ms = 40                 # what of the model's audio waits to be sent; 20 to 100
+#lead_ms = 30                 # what of the model's audio waits to be sent; 20 to 100
 #media_timeout_s = 30         # a call without any audio from the caller is ended
 #hold_s = 600                 # and one on hold
 #health = ""                  # ADDRESS:PORT where OPTIONS is 200 while there is room, else 503

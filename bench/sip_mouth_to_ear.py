@@ -200,7 +200,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=8, help="at once")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--step-ms", type=float, default=15.0, help="a step of the echo takes this")
-    parser.add_argument("--lead-ms", type=int, default=40, help="the line's own setting")
+    parser.add_argument("--lead-ms", type=int, default=30, help="the line's own setting")
     args = parser.parse_args()
     delays, lost, rows = measure(args)
     beyond = np.array(delays) - PERIOD_MS

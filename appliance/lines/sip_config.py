@@ -127,7 +127,7 @@ class SipConfig(_Table, frozen=True):
         200,
     )
     """How long the stack holds packets back, at least and at most; it adapts in between."""
-    lead_ms: Annotated[int, Meta(ge=20, le=100)] = 40
+    lead_ms: Annotated[int, Meta(ge=20, le=100)] = 30
     """What of the model's audio waits in the sender: what this process may be late by."""
     media_timeout_s: Annotated[int, Meta(ge=3, le=3600)] = 30
     """A call without any audio from the peer for so long is ended; not while it is on hold."""

@@ -24,8 +24,9 @@ for it, and what it needs for all calls' frames."""
 LOUD = 0.01
 """Of full scale: -40 dB. A telephone's voice is well above it, and most rooms below."""
 
-READ_NS = 10 * NS_PER_MS
-"""How often audio is looked for: half a packet, so that a hole is found where it is."""
+READ_NS = 5 * NS_PER_MS
+"""How often audio is looked for at most: less than half a packet, so that a hole is found where it
+is."""
 
 PAY_BACK_TICKS = 6
 """So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
