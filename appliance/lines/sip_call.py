@@ -452,6 +452,8 @@ class PhoneCall:
     def _leave(self, why: str, now_ns: int) -> None:
         """Leave the session if there is one. A second time is nothing."""
         self.why = self.why or why
+        if self.state is State.TALKING:
+            self.hear(now_ns)  # ticks that are due by now are the call's, however late this turn is
         if self.state in (State.TALKING, State.ANSWERING):
             self.state = State.LEAVING
             self.ended_ns = now_ns  # what the box takes to say goodbye is nobody's call

@@ -12,7 +12,7 @@ from appliance.clock import NS_PER_MS
 from appliance.frame_ring import Outcome
 from appliance.lines.sip_call import State, Verb, Want
 from appliance.lines.sip_config import SipAccount
-from tests.sip_call_rig import T0_NS, Rig
+from tests.sip_call_rig import PERIOD_NS, T0_NS, Rig
 
 
 @pytest.fixture
@@ -217,6 +217,18 @@ def test_a_process_that_oversleeps_leaves_ticks_out_and_queues_nothing(rig: Rig)
     assert rig.call.figures().overslept >= 4
     assert max(rig.heard) == 1
     assert rig.heard.count(0) == rig.call.figures().overslept
+
+
+def test_ticks_that_passed_unseen_before_the_end_are_the_calls_too(rig: Rig) -> None:
+    rig.answer()
+    rig.run(2.0)
+    began_ns = rig.call.talked_from_ns
+    assert began_ns is not None
+    rig.now_ns += 300 * NS_PER_MS  # and the process sleeps meanwhile
+    rig.call.closed("the caller hung up", {}, rig.now_ns)
+    figures = rig.call.figures()
+    counted = figures.frames + figures.overslept
+    assert counted == pytest.approx((rig.now_ns - began_ns) / PERIOD_NS, abs=1.0)
 
 
 def test_a_codec_that_changes_during_the_call_is_followed(rig: Rig) -> None:
