@@ -9,6 +9,7 @@ from pathlib import Path
 
 from appliance import cli_calls
 from appliance import config as configs
+from appliance.cli_calls import Verbs
 from appliance.config import EXIT_CONFIG, ConfigError
 
 
@@ -22,6 +23,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--verbose", action="store_true", help="log what only a developer needs")
     serve.set_defaults(run=run_serve)
 
+    _add_line_verbs(verbs)
+    _add_verbs_of_a_running_box(verbs)
+    _add_certify(verbs)
+    _add_simulate(verbs)
+    cli_calls.add_verbs(verbs)
+
+    demo = verbs.add_parser("demo", help="three callers on this CPU, in real time")
+    demo.add_argument("--out", type=Path, metavar="DIR", help="default: out/demo-<time>")
+    demo.add_argument("--bundle", type=Path, metavar="DIR", help="default: the demo's own")
+    demo.set_defaults(run=run_demo)
+
+    init = verbs.add_parser("init", help="write a config with every setting and its default")
+    init.add_argument("path", nargs="?", default="duplexbox.toml", help="- for stdout")
+    init.add_argument("--bundle", type=Path, metavar="DIR", help="the bundle to serve")
+    init.add_argument(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="where the box's socket, calls and all else it keeps go (default: as a service)",
+    )
+    init.set_defaults(run=run_init)
+
+    check = verbs.add_parser("check", help="read the config and its bundle as serve would")
+    check.add_argument("--config", type=Path, default=configs.DEFAULT_PATH, metavar="FILE")
+    check.set_defaults(run=run_check)
+
+    args = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
+
+
+def _add_line_verbs(verbs: Verbs) -> None:
+    """Where callers come in."""
     call = verbs.add_parser("call", help="place calls from WAV files into a running box")
     _add_call_arguments(call)
     call.set_defaults(run=run_call)
@@ -52,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_talk_arguments(talk)
     talk.set_defaults(run=run_talk)
 
+
+def _add_verbs_of_a_running_box(verbs: Verbs) -> None:
     status = verbs.add_parser("status", help="how a running box is, and whom it would still admit")
     status.add_argument(
         "--socket", type=Path, required=True, help="of the box, or a folder of many"
@@ -72,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     transfer.add_argument("--socket", type=Path, required=True, help="of the box")
     transfer.set_defaults(run=run_transfer)
 
+
+def _add_certify(verbs: Verbs) -> None:
     certify = verbs.add_parser("certify", help="how many sessions hold on this machine, proven")
     certify.add_argument("bundle", type=Path)
     how = certify.add_mutually_exclusive_group()
@@ -95,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         certify.add_argument(f"--{name}", type=float, metavar="X", help=help_)
     certify.set_defaults(run=run_certify)
 
+
+def _add_simulate(verbs: Verbs) -> None:
     simulate = verbs.add_parser("simulate", help="the scheduler and its policies on a fake clock")
     for name, default, help_ in (
         ("sessions", 256, "callers, one joining every 10 ticks"),
@@ -120,58 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     simulate.add_argument("--json", action="store_true", help="for another program")
     simulate.set_defaults(run=run_simulate)
-
-    demo = verbs.add_parser("demo", help="three callers on this CPU, in real time")
-    demo.add_argument("--out", type=Path, metavar="DIR", help="default: out/demo-<time>")
-    demo.add_argument("--bundle", type=Path, metavar="DIR", help="default: the demo's own")
-    demo.set_defaults(run=run_demo)
-
-    ledger = verbs.add_parser(
-        "ledger", help="summarise calls; exit 1 if a frame is unexplained or a file is no call"
-    )
-    ledger.add_argument("folder", type=Path, help="a box's [ledger] folder, or one .call file")
-    ledger.add_argument("--json", action="store_true", help="for another program")
-    ledger.add_argument("--plot", type=Path, metavar="FILE.svg", help="margin over time")
-    ledger.add_argument("--list", action="store_true", help="one line per call, from the table")
-    ledger.add_argument(
-        "--on", default="", metavar="DAY", help="today, yesterday or 2026-01-31 (UTC): only these"
-    )
-    ledger.add_argument(
-        "--call", default="", metavar="CALL", help="a session's number or a file's: in detail"
-    )
-    ledger.add_argument("--worst", type=int, metavar="N", help="the N worst calls, in detail")
-    ledger.add_argument("--csv", type=Path, metavar="FILE.csv", help="every frame, one a line")
-    ledger.set_defaults(run=cli_calls.run_ledger)
-
-    replay = verbs.add_parser("replay", help="run a recorded call again and compare it")
-    replay.add_argument("call", type=Path, help="the call's file in the ledger's folder")
-    replay.add_argument(
-        "--journal", type=Path, required=True, metavar="FILE", help="what its line kept"
-    )
-    replay.add_argument("--bundle", type=Path, metavar="DIR", help="default: as the call has it")
-    for name, help_ in (("from", "compare from here"), ("to", "compare up to here")):
-        replay.add_argument(
-            f"--{name}",
-            type=cli_calls.seconds,
-            dest=f"{name}_s",
-            metavar="S",
-            help=f"{help_}, such as 30s",
-        )
-    replay.add_argument("--out", type=Path, metavar="FILE.wav", help="what the model says in it")
-    replay.add_argument("--json", action="store_true", help="for another program")
-    replay.set_defaults(run=cli_calls.run_replay)
-
-    init = verbs.add_parser("init", help="write a config with every setting and its default")
-    init.add_argument("path", nargs="?", default="duplexbox.toml", help="- for stdout")
-    init.set_defaults(run=run_init)
-
-    check = verbs.add_parser("check", help="read the config and its bundle as serve would")
-    check.add_argument("--config", type=Path, default=configs.DEFAULT_PATH, metavar="FILE")
-    check.set_defaults(run=run_check)
-
-    args = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = args.run
-    return run(args)
 
 
 def _add_call_arguments(parser: argparse.ArgumentParser) -> None:
@@ -386,22 +374,23 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def run_init(args: argparse.Namespace) -> int:
+    text = configs.with_paths(args.bundle, args.state)
     if args.path == "-":
-        print(configs.DEFAULT, end="")
+        print(text, end="")
         return 0
     try:
         with Path(args.path).open("x", encoding="utf-8") as file:
-            file.write(configs.DEFAULT)
+            file.write(text)
     except FileExistsError:
         return _fail(args, f"{args.path} exists already and was left as it is", 2)
     except OSError as err:
         return _fail(args, f"{args.path}: {err.strerror or err}", 2)
     from appliance import demonstration
 
-    print(
-        f"wrote {args.path}. Set [engine] bundle (a trained one is {demonstration.POCKET}), then: "
-        f"duplexbox appliance check --config {args.path}"
-    )
+    print(f"wrote {args.path}")
+    if args.bundle is None:
+        print(f"Set [engine] bundle; a trained one is {demonstration.POCKET}")
+    print(f"Next: duplexbox appliance check --config {args.path}")
     return 0
 
 

@@ -3,10 +3,49 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from appliance.ledger import LedgerError
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_verbs(verbs: Verbs) -> None:
+    ledger = verbs.add_parser(
+        "ledger", help="summarise calls; exit 1 if a frame is unexplained or a file is no call"
+    )
+    ledger.add_argument("folder", type=Path, help="a box's [ledger] folder, or one .call file")
+    ledger.add_argument("--json", action="store_true", help="for another program")
+    ledger.add_argument("--plot", type=Path, metavar="FILE.svg", help="margin over time")
+    ledger.add_argument("--list", action="store_true", help="one line per call, from the table")
+    ledger.add_argument(
+        "--on", default="", metavar="DAY", help="today, yesterday or 2026-01-31 (UTC): only these"
+    )
+    ledger.add_argument(
+        "--call", default="", metavar="CALL", help="a session's number or a file's: in detail"
+    )
+    ledger.add_argument("--worst", type=int, metavar="N", help="the N worst calls, in detail")
+    ledger.add_argument("--csv", type=Path, metavar="FILE.csv", help="every frame, one a line")
+    ledger.set_defaults(run=run_ledger)
+
+    replay = verbs.add_parser("replay", help="run a recorded call again and compare it")
+    replay.add_argument("call", type=Path, help="the call's file in the ledger's folder")
+    replay.add_argument(
+        "--journal", type=Path, required=True, metavar="FILE", help="what its line kept"
+    )
+    replay.add_argument("--bundle", type=Path, metavar="DIR", help="default: as the call has it")
+    for name, help_ in (("from", "compare from here"), ("to", "compare up to here")):
+        replay.add_argument(
+            f"--{name}",
+            type=seconds,
+            dest=f"{name}_s",
+            metavar="S",
+            help=f"{help_}, such as 30s",
+        )
+    replay.add_argument("--out", type=Path, metavar="FILE.wav", help="what the model says in it")
+    replay.add_argument("--json", action="store_true", help="for another program")
+    replay.set_defaults(run=run_replay)
 
 
 def seconds(text: str) -> float:

@@ -371,7 +371,9 @@ def read(path: Path, *, hashes: bool = True) -> Bundle:
     """
     manifest_path = path / "bundle.json"
     if not _is_folder(path):
-        raise BundleError(f"{path} is not a folder, so not a bundle. {REBUILD}")
+        raise BundleError(
+            f"{path} is not a folder, so not a bundle. Build one: duplexbox export build --help"
+        )
     try:
         if not stat.S_ISREG(manifest_path.stat().st_mode):  # a pipe would be waited for
             raise BundleError(f"{manifest_path} is not a file. {REBUILD}")

@@ -19,14 +19,17 @@ VOICE_FILES = (".wav", ".pt")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return its exit code (0 done, 1 a check failed, 2 usage)."""
-    parser = argparse.ArgumentParser(prog="duplexbox export", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="duplexbox export", description="Make bundles, look at them, hold them to golden data."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     build = verbs.add_parser("build", help="a model -> a bundle; a bundle -> plans for a GPU")
     build.add_argument(
         "model",
         nargs="?",
-        help="a checkpoint's folder, a seeded model (small, micro), or with --target a bundle",
+        help="a checkpoint's folder, a seeded model (small, micro, personaplex-small), or with "
+        "--target a bundle",
     )
     build.add_argument("-o", "--out", type=Path, help="the bundle to write, unless MODEL is one")
     build.add_argument(

@@ -33,6 +33,19 @@ def test_the_file_that_init_writes_names_every_setting() -> None:
             assert f"\n{name} = " in config.DEFAULT
 
 
+@pytest.mark.parametrize("folder", ["out", "/srv/a box", 'a "quoted" one', "/"])
+def test_a_config_for_one_s_own_folder_keeps_everything_in_it(folder: str) -> None:
+    state = Path(folder)
+    found = config.parse(config.with_paths(Path("out/small"), state), "written")
+    assert found.engine.bundle == Path("out/small")
+    assert found.engine.kernels == state / "kernels"
+    assert found.control.socket == state / "box.sock"
+    assert found.ledger.folder == state / "calls"
+    assert found.persona.snapshots == state / "personas"
+    assert "/duplexbox/sip.sqlite" not in config.with_paths(None, state)
+    assert config.with_paths(None, None) == config.DEFAULT
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
