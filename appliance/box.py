@@ -20,6 +20,7 @@ from appliance.config import Config, ConfigError
 from appliance.engine import open_engine, open_primer
 from appliance.ledger_writer import LedgerWriter
 from appliance.notify import Notify
+from appliance.preflight import disk_fault
 from appliance.priming import PrimingDesk
 from appliance.realtime import ask_for_priority
 from appliance.reception import Reception
@@ -178,5 +179,7 @@ def open_box(config: Config) -> Box:
     Raises `ConfigError`, `engines.bundle.BundleError` or `listener.SocketTaken`.
     """
     bundle = bundles.read(config.engine.bundle)
+    if why := disk_fault(config.ledger.folder, config.ledger.min_free_mb):
+        raise ConfigError(why)
     engine = open_engine(bundle, config.engine)
     return Box(config, engine.executor, MonotonicClock(), engine.memory_bytes, Notify())

@@ -28,6 +28,7 @@ def tables(socket: str = "TMP/new/box.sock", ledger: str = "TMP/calls/deep") -> 
         (tables(socket="TMP/" + "x" * 120), "Name a path of at most 107 bytes"),
         (tables(ledger="TMP/plain"), "[ledger] folder"),
         (tables(ledger="TMP/plain/calls"), "plain is no folder"),
+        (tables() + "min_free_mb = 500_000_000\n", "every call would be removed once it has ended"),
     ],
 )
 def test_paths_that_cannot_be_used_are_refused_in_one_line(
