@@ -154,10 +154,14 @@ function said(words) {
   paragraph.lastElementChild.normalize();
   scrollDown();
 }
+let follows = true; // whoever has scrolled up reads there
 function scrollDown() {
-  const log = at("transcript");
-  if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+  if (follows) at("transcript").scrollTop = at("transcript").scrollHeight;
 }
+at("transcript").addEventListener("scroll", ({ target }) => {
+  follows = target.scrollHeight - target.scrollTop - target.clientHeight < 120;
+});
+new ResizeObserver(scrollDown).observe(at("transcript")); // a phone was turned
 
 function told(pulse) {
   margins.push(...pulse.margins_ms);
@@ -187,6 +191,7 @@ function level(who, peak, playout) {
   if (playout) {
     at("dry").textContent = playout.dry;
     document.body.dataset.heard = playout.got;
+    document.body.dataset.spare = playout.spare; // ms
   }
 }
 

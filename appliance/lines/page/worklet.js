@@ -150,7 +150,7 @@ class Playout extends AudioWorkletProcessor {
     if (++this.ticks % 16 === 0) {
       const held = this.lefts.length ? Math.min(...this.lefts) : 0;
       this.port.postMessage({ peak: this.peak, dry: this.dry, cuts: this.cuts, held, got: this.got,
-        pull: this.pull });
+        pull: this.pull, spare: this.spare });
       this.peak = 0;
     }
     return true;
