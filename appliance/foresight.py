@@ -176,7 +176,11 @@ class Foresight:
                 self._before.popleft()
             if abs(self._samples.slower - self._slower) >= TOLD:
                 self._slower = self._samples.slower
-                logger.warning("steps take %.2f times what was calibrated", self._slower)
+                logger.log(
+                    logging.WARNING if self._slower > 1 else logging.INFO,
+                    "steps take %.2f times what was calibrated",
+                    self._slower,
+                )
         if self.model is None:
             return None
         return Forecast(

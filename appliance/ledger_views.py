@@ -115,21 +115,22 @@ def list_text(found: Sequence[CallRow]) -> list[str]:
         for row in table
     ]
     gone = sum(bool(row.removed) for row in found)
-    lines.append(f"{len(found)} calls" + (f", the files of {gone} removed by age" if gone else ""))
+    lines.append(f"{len(found)} calls" + (f", the files of {gone} removed" if gone else ""))
     return lines
 
 
 def _list_row(row: CallRow) -> tuple[str, ...]:
+    # The table has a call's sums from its end on; until then its file has them.
     counts = (row.due, row.on_time, row.late, row.filled, row.missed, row.concealed)
+    worst_ms = f"{row.worst_margin_ns / 1e6:.1f}"
+    sums = (*map(str, counts), worst_ms, str(row.longest_miss_run))
     return (
         row.started,
         str(row.session),
         row.line,
         shown(row.caller),
         (row.ended or "unfinished") + (" (removed)" if row.removed else ""),
-        *map(str, counts),
-        f"{row.worst_margin_ns / 1e6:.1f}",
-        str(row.longest_miss_run),
+        *(sums if row.ended or any(counts) else ("-",) * len(sums)),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from appliance import cli, ledger, report
 from appliance import ledger_views as views
-from appliance.call_table import CallTable, row_of
+from appliance.call_table import CallTable, Totals, row_of
 from appliance.clock import NS_PER_MS as MS
 from appliance.clock import wall_stamp
 from appliance.ledger import BUFFER_UNKNOWN, Flag, Settled, Why
@@ -64,6 +64,18 @@ def test_a_list_has_a_line_per_call_with_or_without_a_table(
     assert "lost" in without
     assert run(folder, "--list", "--on", "yesterday", "--json") == 0
     assert [r["session"] for r in json.loads(capsys.readouterr().out)] == [1, 2]
+
+
+def test_a_call_that_is_on_has_no_sums_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noughts would say that not one frame was due."""
+    table = CallTable(tmp_path, wall_stamp())
+    table.write([Totals().row(header(3), "", 0, 0, 0)])
+    table.close()
+    assert run(tmp_path, "--list") == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[row.index("unfinished") + 1 :] == ["-"] * 8
 
 
 def test_a_list_goes_on_without_a_table_that_is_broken(
