@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from appliance import control, status
 from appliance.clock import NS_PER_MS, MonotonicClock
 from appliance.lines.niceness import ask_for
-from appliance.lines.sip import NICENESS
 from appliance.lines.sip_records import Row
 from bench.echo_box import PERIOD_MS, ROOT
 from tests.appliance.lines.test_sip import line
@@ -154,7 +153,7 @@ def measure(args: argparse.Namespace) -> tuple[list[float], int, list[Row]]:
         extra = f"calls_per_s = 1000\nlead_ms = {args.lead_ms}"
         socket = stack.enter_context(echo_box(folder, args.calls, args.step_ms))
         running = stack.enter_context(line(folder, socket, extra))
-        ask_for(NICENESS)  # a telephone has nothing else to do
+        ask_for()  # a telephone has nothing else to do
         for seed in range(args.calls):
             phone = stack.enter_context(Phone("bot", running.port))
             phone.dial()

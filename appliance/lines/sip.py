@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NICENESS = -11
-"""Of the worker, where the machine allows it, as of the websocket line: what sound servers ask."""
-
 SAID_PER_S, SAID_BURST = 1, 30
 """Lines of the stack's own in the log."""
 
@@ -192,7 +189,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: server.stop(within_ns=drain_s * NS_PER_S))
-    if why := niceness.ask_for(NICENESS):
+    if why := niceness.ask_for():
         logger.info("%s", why)
     beating = loop.create_task(_beat(beat, stack, server))
     # All that was imported is never looked at again when garbage is sought.
