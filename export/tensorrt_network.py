@@ -13,6 +13,7 @@ TensorRT says that it has no kernel for it. TF32 is off: it would change the cod
 Not here: files, processes and time (`tensorrt_build`), what may be built where (`targets`).
 """
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,14 +92,23 @@ def build(trt: Any, wanted: Wanted, progress: Progress) -> Built:
 
     Raises `NotParsed`, `NotBuilt` or `NetworkDiffers`.
     """
-    # TensorRT holds a lock of its own while it calls our logger. A builder that cyclic collection
-    # came upon there would wait for that lock for ever, so nothing is collected meanwhile, and no
-    # traceback keeps a builder in a cycle.
+    with nothing_collected():
+        return _build(trt, wanted, progress)
+
+
+@contextlib.contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Around whatever makes a builder; without it the process may hang.
+
+    TensorRT holds a lock of its own while it calls our logger. A builder that cyclic collection
+    came upon there would wait for that lock for ever, so dead ones are collected before, and
+    nothing is meanwhile. Whoever makes a builder keeps it out of tracebacks, which are cycles.
+    """
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        return _build(trt, wanted, progress)
+        yield
     finally:
         if collects:
             gc.enable()

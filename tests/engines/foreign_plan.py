@@ -18,7 +18,13 @@ def read() -> bytes:
 
 def make(trt: Any) -> bytes:
     """Build it with the module tensorrt_rtx."""
+    from export.tensorrt_network import nothing_collected
 
+    with nothing_collected():
+        return _make(trt)
+
+
+def _make(trt: Any) -> bytes:
     class Sink(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
             assert severity > trt.ILogger.Severity.ERROR, message

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,13 @@ class Bench:
 
     def __init__(self, wanted: Wanted, restore: bool = True) -> None:
         self.wanted, self.log = wanted, Log(trt)
-        gc.collect()  # no dead builder may be found while TensorRT logs: it would wait for ever
-        self.builder = trt.Builder(self.log.sink)
-        self.network = network.parse(trt, self.builder, self.log, wanted)
-        if restore:
-            found = network.attentions_of(trt, self.network)
-            network.restore_lengths(trt, self.network, found, wanted.prepared)
-        self.settings = network.configure(trt, self.builder, self.network, wanted)
+        with network.nothing_collected():
+            self.builder = trt.Builder(self.log.sink)
+            self.network = network.parse(trt, self.builder, self.log, wanted)
+            if restore:
+                found = network.attentions_of(trt, self.network)
+                network.restore_lengths(trt, self.network, found, wanted.prepared)
+            self.settings = network.configure(trt, self.builder, self.network, wanted)
 
     def faults(self, **change: Any) -> list[str]:
         wanted = replace(self.wanted, **change)
@@ -246,3 +247,16 @@ def test_a_network_that_differs_is_not_built(tmp_path: Path) -> None:
     stage = msgspec.structs.replace(wanted.stage, outputs=(TensorSpec("z", "float32", ("B", 2)),))
     with pytest.raises(NetworkDiffers, match=r"stage attend: .*\['z'\] missing, \['y'\] unknown"):
         network.build(trt, replace(wanted, stage=stage), lambda *_: None)
+
+
+def test_no_dead_builder_is_found_while_another_is_made() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    dead = weakref.ref(Cycle())
+    with pytest.raises(KeyError), network.nothing_collected():  # noqa: PT012 - what holds inside
+        assert dead() is None
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
