@@ -6,8 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import tensorrt_lean
-import tensorrt_rtx
 
 from engines import bundle, cli, machine, plans, plans_shown
 from engines.bundle import Bundle, KernelSpec
@@ -104,6 +102,9 @@ def test_the_page_is_also_there_for_programs(
 
 
 def test_looking_finds_what_this_environment_has() -> None:
+    import tensorrt_lean
+    import tensorrt_rtx
+
     here = machine.look()
     assert here.version_of("tensorrt_rtx") == tensorrt_rtx.__version__
     assert here.run_time_of("tensorrt_rtx") == tensorrt_rtx.__version__

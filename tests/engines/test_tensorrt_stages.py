@@ -1,7 +1,5 @@
 """The TensorRT executor on a fake driver and a fake run-time, which is held to the real one."""
 
-import base64
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -10,106 +8,25 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-import numpy as np
-import onnx
 import pytest
-import tensorrt_lean
-import tensorrt_rtx
 
 from appliance.config import EngineConfig
 from appliance.engine import open_engine
-from engines import bundle, cli, cuda_executor, gpu, plans, tensorrt_prompt, tensorrt_stages
-from engines.bundle import NEXT, Bundle
+from engines import bundle, cli, cuda_executor, gpu, plans, tensorrt_stages
+from engines.bundle import Bundle
 from engines.cuda_executor import CudaOptions
+from engines.machine import look
 from engines.ort_executor import OrtExecutor
-from engines.plans import TENSORRT_DTYPES, Machine, Plan, Plans, PlansError, WeightInput
+from engines.plans import Machine, Plans, PlansError
 from engines.tensorrt_executor import TensorrtExecutor
 from engines.tensorrt_stages import PlanFailed
 from tests.engines import fake_driver, fake_tensorrt, toy
 from tests.engines.fake_driver import FakeDriver
-from tests.engines.plan_samples import plans_of
+from tests.engines.fake_plans import LARGEST, WEIGHTS_FILE, add_weight, write_plans
 from tests.engines.test_cuda_executor import run_calls
-from tests.tensorrt_api import Api, Use, describe, fault, forms, tensorrt_eleven, uses
 
 EAGER = CudaOptions(graphs=False)
-LARGEST = 4
-WEIGHT, WEIGHTS_FILE, OFFSET = "row_shape_weight", "stages/weights/toy.bin", 4096
-
-
-def plan_bytes(bundle: Bundle, plan: Plan, moved: dict[str, onnx.TensorProto]) -> bytes:
-    """A plan for the fake: the stage's graph with the weights in ``moved`` as inputs."""
-    stage = next(s for s in bundle.manifest.every_stage() if s.name == plan.stage)
-    model = onnx.load(bundle.file(stage.graph))
-    for weight in plan.weights:
-        tensor = moved[weight.name]
-        model.graph.initializer.remove(
-            next(t for t in model.graph.initializer if t.name == weight.name)
-        )
-        described = onnx.helper.make_tensor_value_info(
-            weight.name, tensor.data_type, list(weight.shape)
-        )
-        model.graph.input.append(described)
-
-    def tensors(specs: Any) -> dict[str, Any]:
-        return {
-            spec.name: [
-                TENSORRT_DTYPES[spec.dtype],
-                [n if isinstance(n, int) else -1 for n in spec.shape],
-            ]
-            for spec in specs
-        }
-
-    tree = {
-        "model": base64.b64encode(model.SerializeToString()).decode(),
-        "inputs": tensors((*plan.inputs, *plan.weights)),
-        "outputs": tensors(plan.outputs),
-        "aliases": {ring + NEXT: ring for ring in plan.in_place},
-        "profiles": [[profile.smallest, profile.largest] for profile in plan.profiles],
-    }
-    return json.dumps(tree).encode()
-
-
-def add_weight(folder: Path) -> None:
-    """Give stage `speak` a weight: what it multiplies noise with besides the session's gain."""
-    path = folder / "stages/speak.onnx"
-    model = onnx.load(path)
-    node = next(node for node in model.graph.node if node.output[0] == "scaled")
-    node.input[0], node.output[0] = "first", "scaled_once"
-    values = np.array([[[0.25, 1.5, -2.0, 3.0]]], np.float32)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(values, WEIGHT))
-    index = list(model.graph.node).index(node) + 1
-    more = onnx.helper.make_node("Mul", ["scaled_once", WEIGHT], ["scaled"])
-    model.graph.node.insert(index, more)
-    onnx.save(model, path)
-    (folder / "stages/weights").mkdir()
-    (folder / WEIGHTS_FILE).write_bytes(bytes(OFFSET) + values.tobytes())
-
-
-def write_plans(opened: Bundle, change: Callable[[Plans], Plans] = lambda plans: plans) -> Plans:
-    """plans/sm_90, which is what the fake GPU is, with files the fake run-time opens."""
-    recorded = msgspec.structs.replace(
-        plans_of(opened, LARGEST), target="sm_90", compute_capability="9.0"
-    )
-    folder = opened.path / plans.FOLDER / recorded.target
-    folder.mkdir(parents=True, exist_ok=True)
-    regions = {region.name for region in opened.manifest.regions if region.in_place}
-    made = []
-    for plan in recorded.plans:
-        stage = next(s for s in opened.manifest.every_stage() if s.name == plan.stage)
-        initializers = {t.name: t for t in onnx.load(opened.file(stage.graph)).graph.initializer}
-        weights = (WeightInput(WEIGHT, "float32", (1, 1, 4), WEIGHTS_FILE, OFFSET, 16),)
-        whole = msgspec.structs.replace(
-            plan,
-            weights=weights if WEIGHT in initializers else (),
-            in_place=tuple(sorted(regions & {spec.name for spec in plan.inputs})),
-        )
-        path = folder / plan.file
-        path.write_bytes(plan_bytes(opened, whole, initializers))
-        spec = bundle.describe_file(path)
-        made.append(msgspec.structs.replace(whole, sha256=spec.sha256, bytes=spec.bytes))
-    recorded = change(msgspec.structs.replace(recorded, plans=tuple(made)))
-    plans.write(folder, recorded)
-    return recorded
+LEAN = look().version_of("tensorrt_lean")
 
 
 @pytest.fixture
@@ -227,7 +144,7 @@ def replaced(**change: Any) -> Callable[[Plans], Plans]:
         (replaced(version="1.6.0.1"), "tensorrt_rtx 1.7.1.116, which cannot open them"),
         (
             replaced(flavour="tensorrt"),
-            f"this machine has tensorrt {tensorrt_lean.__version__}, which cannot open them",
+            f"this machine has tensorrt {LEAN}, which cannot open them",
         ),
         (replaced(platform="linux-aarch64"), "built for linux-aarch64"),
         (replaced(checkpoint_sha256="9" * 64), "were built from checkpoint 999999999999…"),
@@ -398,108 +315,3 @@ def test_a_missing_run_time_is_named_with_the_command(monkeypatch: pytest.Monkey
     monkeypatch.setitem(plans.RUN_TIMES, "tensorrt_rtx", ("no_such_run_time",))
     with pytest.raises(PlansError, match=r"not installed or does not load.*pip install"):
         tensorrt_stages.load_module("tensorrt_rtx")
-
-
-OWNERS = {
-    "_runtime": "Runtime",
-    "engine": "ICudaEngine",
-    "config": "IRuntimeConfig",
-    "context": "IExecutionContext",
-    "cache": "IRuntimeCache",
-}
-"""Name of a variable or field in `tensorrt_stages` and `tensorrt_prompt` -> its class."""
-
-ONLY_RTX: dict[str, set[str] | None] = {
-    "IRuntimeCache": None,
-    "IRuntimeConfig": {
-        "create_runtime_cache",
-        "set_runtime_cache",
-        "cuda_graph_strategy",
-        "dynamic_shapes_kernel_specialization_strategy",
-    },
-    "IExecutionContext": {"is_stream_capturable"},
-    "DynamicShapesKernelSpecializationStrategy": None,
-    "CudaGraphStrategy": None,
-}
-"""What `tensorrt_stages` asks for with hasattr, or only after having found it; None: the class."""
-
-
-def members(cls: type) -> dict[str, Any]:
-    own = {name: value for name, value in vars(cls).items() if not name.startswith("_")}
-    if "__init__" in vars(cls) and cls.__name__ in ("ILogger", "Runtime"):
-        own["__init__"] = vars(cls)["__init__"]
-    return own
-
-
-CLASSES = [
-    cls
-    for name, cls in inspect.getmembers(fake_tensorrt, inspect.isclass)
-    if cls.__module__ == fake_tensorrt.__name__
-]
-
-
-RUN_TIMES = ("tensorrt_rtx", "tensorrt_lean", "tensorrt")
-
-
-@pytest.fixture(scope="module")
-def apis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Api]:
-    return {
-        "tensorrt_rtx": describe(tensorrt_rtx),
-        "tensorrt_lean": describe(tensorrt_lean),
-        "tensorrt": tensorrt_eleven(tmp_path_factory.mktemp("eleven")),
-    }
-
-
-@pytest.mark.parametrize("module", RUN_TIMES)
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_the_fake_has_the_names_and_arguments_of_the_real_run_time(
-    apis: dict[str, Api], cls: type, module: str
-) -> None:
-    api = apis[module]
-    lacks = ONLY_RTX.get(cls.__name__, set()) if module != "tensorrt_rtx" else set()
-    if lacks is None:
-        assert cls.__name__ not in api, "the other flavour has it now: use it"
-        return
-    theirs = api[cls.__name__]
-    for name, ours in members(cls).items():
-        if name in lacks:
-            assert name not in theirs, f"{name}: the other flavour has it now: use it"
-            continue
-        assert name in theirs, f"{cls.__name__}.{name}"
-        if inspect.isfunction(ours):
-            wanted = [n for n in inspect.signature(ours).parameters if n != "self"]
-            assert wanted in [form.names for form in forms(name, theirs[name])], (name, wanted)
-
-
-@pytest.mark.parametrize("module", RUN_TIMES)
-def test_everything_the_executor_uses_exists_with_these_arguments(
-    apis: dict[str, Api], module: str
-) -> None:
-    files = (tensorrt_stages.__file__, tensorrt_prompt.__file__)
-    found = [use for file in files for use in uses(Path(file).read_text(), OWNERS)]
-    assert {use.attribute for use in found if use.owner == "IExecutionContext"} >= {
-        "execute_async_v3",
-        "infer_shapes",
-        "set_device_memory",
-        "set_input_shape",
-        "set_optimization_profile_async",
-        "set_tensor_address",
-    }
-    wrong = [fault(use, apis[module]) for use in found if not is_only_rtx(use, module)]
-    assert [line for line in wrong if line] == []
-
-
-def is_only_rtx(use: Use, module: str) -> bool:
-    if module == "tensorrt_rtx":
-        return False
-    names = ONLY_RTX.get(use.owner or use.attribute, set())
-    return names is None or use.attribute in names
-
-
-def test_what_the_executor_sets_are_properties_of_the_real_run_time() -> None:
-    """Python lets a fake take any attribute, and lets a typo pass."""
-    for name in ("dynamic_shapes_kernel_specialization_strategy", "cuda_graph_strategy"):
-        assert isinstance(vars(tensorrt_rtx.IRuntimeConfig)[name], property)
-    for name in ("num_io_tensors", "num_optimization_profiles"):
-        for real in (tensorrt_rtx, tensorrt_lean):
-            assert isinstance(vars(real.ICudaEngine)[name], property)

@@ -41,7 +41,7 @@ from export.source import from_modules
 from export.tiny import MICRO
 from tests.engines import fake_codec, fake_driver, fake_graphs, fake_tensorrt
 from tests.engines.fake_driver import FakeDriver
-from tests.engines.test_tensorrt_stages import write_plans
+from tests.engines.fake_plans import write_plans
 from tests.export import test_kernel_golden
 from tests.export.calls import GREEDY, speech
 

@@ -25,7 +25,7 @@ from export import build, tiny
 from export.tiny import PERSONA_MICRO
 from tests.engines import fake_driver, fake_tensorrt
 from tests.engines.fake_driver import FakeDriver
-from tests.engines.test_tensorrt_stages import write_plans
+from tests.engines.fake_plans import write_plans
 from tests.export.calls import GREEDY, SEED, speech
 from tests.export.persona import frames_of
 from tests.export.test_prompt_graphs import feed, prompt_of

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-import tensorrt_rtx
 
 from engines import bundle
 from engines.bundle import Manifest
@@ -51,6 +50,8 @@ def test_a_slip_of_the_pen_is_answered_with_what_comes_near() -> None:
 
 
 def test_the_capabilities_are_those_the_builder_has() -> None:
+    import tensorrt_rtx
+
     names = set(tensorrt_rtx.ComputeCapability.__members__) - {"NONE", "CURRENT"}
     assert names == {"SM" + capability.replace(".", "") for capability in RTX_CAPABILITIES}
 
