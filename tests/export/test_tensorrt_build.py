@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from engines.bundle import Bundle
 from engines.machine import look
 from engines.plans import Machine, Plans
 from export import build as bundle_build
-from export import cli, targets, tensorrt_build
+from export import cli, targets, tensorrt_build, tiny
 from export.targets import CannotBuild
 from export.tensorrt_build import Job, build, build_in_child, summary
 from export.tensorrt_graph import prepare
 from export.tensorrt_network import NotBuilt, Wanted
+from export.tiny import PERSONA_SMALL
 from tests.engines.plan_samples import plans_of
 from tests.small import SMALL
 
@@ -36,13 +38,22 @@ pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
 TARGETS = {"sm_86": "8.6", "sm_89": "8.9", "sm_120": "12.0"}
 BATCH = 4
+THIN = replace(
+    PERSONA_SMALL,
+    name="personaplex-thin",
+    mimi=replace(PERSONA_SMALL.mimi, layers=1),
+    lm=replace(PERSONA_SMALL.lm, layers=1, depth_layers=1),
+)
+"""What takes prompts has stages of its own; that layers may be many, the other bundle shows."""
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("plans")
     shutil.copytree(SMALL, folder / "moshi")
-    persona = bundle_build.build_seeded("personaplex-small", folder / "personaplex")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.MODELS, THIN.name, THIN)
+        persona = bundle_build.build_seeded(THIN.name, folder / "personaplex")
     return {"moshi": bundle.read(folder / "moshi"), "personaplex": persona}
 
 
