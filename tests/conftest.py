@@ -22,9 +22,12 @@ settings.load_profile("any machine")
 LONGEST = (
     "tests/export/test_tensorrt_build.py",
     "tests/export/test_ring_stages.py",
+    "tests/export/test_ring_persona.py",
     "tests/export/test_build.py",
     "tests/export/test_verify.py",
     "tests/export/test_folder_parity.py",
+    "tests/appliance/lines/test_web_server.py",
+    "tests/appliance/lines/test_sip_dialogs.py",
 )
 """Files of half a minute and more, one of which would keep one core busy alone if it began last."""
 
