@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-import tensorrt_rtx
 
 from engines.plans import TENSORRT_DTYPES
 from export import tensorrt_network
 from tests.tensorrt_api import Api, Use, describe, fault, forms, tensorrt_eleven, uses
+
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx")
 
 OWNERS = {
     "builder": "Builder",

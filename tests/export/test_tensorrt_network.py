@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import onnx
 import pytest
-import tensorrt_rtx as trt
 from onnx import helper
 
 from engines import bundle, plans
@@ -19,6 +18,8 @@ from export import tensorrt_network as network
 from export.tensorrt_graph import DTYPES, prepare
 from export.tensorrt_network import Log, NetworkDiffers, NotBuilt, NotParsed, Wanted
 from tests.small import SMALL
+
+trt = pytest.importorskip("tensorrt_rtx")
 
 ONNX_DTYPES = {name: number for number, name in DTYPES.items()}
 

@@ -6,12 +6,13 @@ built-in stage between plans is `test_ring_cuda`'s.
 """
 
 import pytest
-import tensorrt_rtx
 
 from engines import plans
 from engines.bundle import Bundle
 from export.tensorrt_graph import prepare
 from export.tensorrt_network import Wanted, build
+
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx")
 
 pytestmark = pytest.mark.torch
 
