@@ -37,6 +37,9 @@ LATE_NS = 12 * NS_PER_MS
 """A packet later than this against the ones before leaves a hole, if they came evenly; three times
 what they were off by more if they did not."""
 
+LOOKS_NS = 10 * NS_PER_MS
+"""Audio that is found is as old as this at most, unless it was looked for later than it should."""
+
 GONE_NS = 400 * NS_PER_MS
 """Nothing for so long is no loss: the peer is silent or on hold; what comes next begins anew."""
 
@@ -145,10 +148,17 @@ class ReceiveBuffer:
         """Audio comes; False before the first and after `GONE_NS` without any."""
         return self._due_ns is not None
 
-    def push(self, pcm: NDArray[np.float32], now_ns: int, take_ns: int) -> None:
+    def push(
+        self,
+        pcm: NDArray[np.float32],
+        now_ns: int,
+        take_ns: int,
+        looked_ns: int | None = None,
+    ) -> None:
         """Samples have come. pcm: (n,) float32. take_ns: when `take` is due next, not before now.
 
-        Times must not run backwards. What is no number becomes silence.
+        looked_ns: when there were none yet. Times must not run backwards. What is no number
+        becomes silence.
         """
         if not pcm.size:
             return
@@ -164,6 +174,9 @@ class ReceiveBuffer:
         if self._due_ns is None:
             self._begin(first_ns, take_ns)
         else:
+            if looked_ns is not None:
+                # Nobody looked in between: as late as it was due, and not as late as we are.
+                first_ns = min(first_ns, max(self._due_ns, looked_ns + LOOKS_NS))
             self._close_hole(first_ns)
         assert self._due_ns is not None
         spare_ns = take_ns - first_ns + self._in_ns(self._size - self.samples)

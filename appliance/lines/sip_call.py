@@ -22,7 +22,7 @@ from appliance.frame_ring import ChannelError, Outcome
 from appliance.lines.sip_announce import Announcing
 from appliance.lines.sip_config import SipAccount
 from appliance.lines.sip_figures import Figures, Took
-from appliance.lines.sip_hear import Hearing
+from appliance.lines.sip_hear import HandIn, Hearing
 from appliance.lines.sip_recorder import Tape
 from appliance.lines.sip_speak import Speaking
 from appliance.lines.sip_stack import Incoming, Media
@@ -106,8 +106,11 @@ class PhoneCall:
         now_ns: int,
         line: str = "sip",
         extras: Extras | None = None,
+        hand_in: HandIn | None = None,
     ) -> None:
-        """number: the `request` of its Join. times: what ticks took, shared by all calls."""
+        """number: the `request` of its Join. times, hand_in: shared by all calls: what ticks took,
+        and when frames are handed in.
+        """
         self.number = number
         self.incoming = incoming
         self.account = account
@@ -146,9 +149,16 @@ class PhoneCall:
         self._look_ns = 0
         """When the downlink is looked at next."""
         self._took = Took()
-        tape = self._extras.tape
+        self._hand_in = hand_in or HandIn()
         self._hearing = Hearing(
-            self._samples, self._rate_hz, number, media, self._took, tape, now_ns
+            self._samples,
+            self._rate_hz,
+            number,
+            media,
+            self._took,
+            self._extras.tape,
+            self._hand_in,
+            now_ns,
         )
         self._to_box: list[control.ToBox] = []
 
@@ -264,6 +274,7 @@ class PhoneCall:
             self._limits.lead_ns,
             self._times,
             self._took,
+            self._hand_in,
             self._extras.tape,
         )
         self.wants.append(Want(Verb.ANSWER))

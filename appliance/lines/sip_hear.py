@@ -2,9 +2,12 @@
 
 Decides when the stack's audio is read and when a frame is handed in; `receive` decides what is in
 one. What the stack has is read every `READ_NS`, brought to the model's rate and put into `receive`,
-which gives one frame for every tick, handed in `LEAD_NS` before it. A tick that has begun is left
-out, and so is one for which the box still has a frame: what waits there would be lag for ever.
+which gives one frame for every tick, handed in some time before it, as `HandIn` says. A tick that
+has begun is left out, and so is one for which the box still has a frame: what waits there would be
+lag for ever.
 """
+
+from collections import deque
 
 import numpy as np
 
@@ -18,18 +21,76 @@ from appliance.lines.sip_stack import Media
 from appliance.lines.speex import Stretches, stretcher
 
 LEAD_NS = 12 * NS_PER_MS
-"""How long before a tick its frame is handed in: what this process may be late by when it is woken
-for it, and what it needs for all calls' frames."""
+MOST_LEAD_NS = 44 * NS_PER_MS
+"""How long before a tick its frame is handed in, at the least and at the most."""
+
+SPARE_LEAD_NS = 6 * NS_PER_MS
+"""How much sooner than it has been seen to need."""
+
+STEP_NS = 4 * NS_PER_MS
+"""In which steps the lead grows and shrinks: each makes calls stretch their audio a little."""
+
+LOOKED_AT, OUTLIERS = 128, 2
+"""Ticks of the past that the lead goes by, and how many of them may have needed more."""
+
+CALM_TICKS = 12
+"""For so many ticks (a second) after one that no lead would have been enough for, nothing is
+stretched: that makes a call's work half as much again, and what waits then is this process's doing
+and no clock's."""
 
 LOUD = 0.01
 """Of full scale: -40 dB. A telephone's voice is well above it, and most rooms below."""
 
 READ_NS = 5 * NS_PER_MS
+MANY, READ_MANY_NS = 72, 40 * NS_PER_MS
 """How often audio is looked for at most: less than half a packet, so that a hole is found where it
-is."""
+is; where more than so many calls are on, two packets at a time, at a third less work."""
 
 PAY_BACK_TICKS = 6
 """So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
+
+
+class HandIn:
+    """How long before a tick all calls of a line hand their frames in. Pure.
+
+    What it must cover is how late this process is when it is woken for them, and what it takes to
+    read, to make and to hand in the frames of all calls: 2 ms for a few, 20 for a hundred. It
+    grows at once and shrinks when `LOOKED_AT` ticks have needed less.
+    """
+
+    def __init__(self) -> None:
+        self.lead_ns = LEAD_NS
+        self.read_ns = READ_NS
+        """How often each call's audio is looked for."""
+        self.may_stretch = True
+        """There is time to make a call's audio a little longer or shorter."""
+        self._calm = CALM_TICKS
+        self._start_ns = 0
+        """Of the newest tick that anybody handed a frame in for."""
+        self._late_ns = 0
+        """Of its frames, the latest so far: after the time that was meant for them."""
+        self._needed: deque[int] = deque(maxlen=LOOKED_AT)
+
+    def saw(self, start_ns: int, now_ns: int) -> None:
+        """A frame of the tick that starts then is handed in now."""
+        # What a longer lead would not have mended says nothing about its length.
+        late_ns = min(now_ns - (start_ns - self.lead_ns), MOST_LEAD_NS)
+        if start_ns <= self._start_ns:
+            self._late_ns = max(self._late_ns, late_ns)
+            return
+        self._needed.append(self._late_ns)
+        self._calm = 0 if self._late_ns >= MOST_LEAD_NS else self._calm + 1
+        self.may_stretch = self._calm >= CALM_TICKS
+        self._start_ns, self._late_ns = start_ns, late_ns
+        if len(self._needed) <= OUTLIERS:
+            return
+        needed_ns = sorted(self._needed)[-1 - OUTLIERS] + SPARE_LEAD_NS
+        wanted_ns = min(max(-(-needed_ns // STEP_NS) * STEP_NS, LEAD_NS), MOST_LEAD_NS)
+        if wanted_ns > self.lead_ns:
+            self.lead_ns = wanted_ns
+        elif wanted_ns < self.lead_ns and len(self._needed) == LOOKED_AT:
+            self.lead_ns -= STEP_NS
+            self._needed.clear()
 
 
 class Hearing:
@@ -43,9 +104,13 @@ class Hearing:
         media: Media,
         took: Took,
         tape: Tape | None,
+        hand_in: HandIn,
         now_ns: int,
     ) -> None:
-        """samples, rate_hz: of the model's frames. took: to be added to. tape: hears it, too."""
+        """samples, rate_hz: of the model's frames. took: to be added to. tape: hears it, too.
+
+        hand_in: shared by all calls that one thread looks after.
+        """
         self.receive = ReceiveBuffer(samples, rate_hz, seed=seed)
         self.sent = 0
         """Frames handed in."""
@@ -60,6 +125,7 @@ class Hearing:
         self._media = media
         self._took = took
         self._tape = tape
+        self._hand_in = hand_in
         self._in: tuple[int, Stretches] | None = None
         """Rate of the call's audio, and what brings it to the model's."""
         self._tick = 0
@@ -69,6 +135,8 @@ class Hearing:
         self._behind = 0
         self._pay_back = False
         self._read_ns = now_ns
+        self._looked_ns = now_ns
+        """When audio was last looked for."""
         self._arrived_ns: int | None = None
 
     @property
@@ -78,8 +146,8 @@ class Hearing:
 
     def begin(self, grid: TickGrid, now_ns: int) -> None:
         """The model hears the caller from now on."""
-        self.heard_ns = self._read_ns = now_ns
-        self._tick = grid.tick_at(now_ns + LEAD_NS) + 1
+        self.heard_ns = self._read_ns = self._looked_ns = now_ns
+        self._tick = grid.tick_at(now_ns + self._hand_in.lead_ns) + 1
 
     def leave_out(self, now_ns: int) -> None:
         """What the caller says meanwhile is heard by nobody."""
@@ -90,7 +158,9 @@ class Hearing:
         """What the caller said since the last time, into the receive buffer."""
         if now_ns < self._read_ns:
             return
-        self._read_ns = (now_ns // READ_NS + 1) * READ_NS
+        every_ns = self._hand_in.read_ns
+        self._read_ns = min((now_ns // every_ns + 1) * every_ns, self.take_ns(grid))
+        looked_ns, self._looked_ns = self._looked_ns, now_ns
         pcm = self._media.read()
         rate_hz = self._media.in_hz
         if not pcm.size or not rate_hz:
@@ -103,13 +173,15 @@ class Hearing:
         if float(audio @ audio) > LOUD * LOUD * audio.size:
             self.spoke_ns = now_ns
         take_ns = self.take_ns(grid)
-        self.receive.push(self._in[1].push(audio, self.receive.ppm), now_ns, take_ns)
+        made = self._in[1].push(audio, self.receive.ppm if self._hand_in.may_stretch else 0.0)
+        self.receive.push(made, now_ns, take_ns, looked_ns)
 
     def hand_in(self, channel: Channel, grid: TickGrid, now_ns: int) -> None:
         """Every frame whose time has come."""
         while self.take_ns(grid) <= now_ns:
             tick, start_ns = self._tick, grid.start_ns(self._tick)
             self._tick += 1
+            self._hand_in.saw(start_ns, now_ns)
             if now_ns >= start_ns or self._pay_back:
                 self._leave_out_tick(start_ns, has_begun=now_ns >= start_ns)
                 continue
@@ -129,7 +201,7 @@ class Hearing:
 
     def take_ns(self, grid: TickGrid) -> int:
         """When the next frame's time comes."""
-        return grid.start_ns(self._tick) - LEAD_NS
+        return grid.start_ns(self._tick) - self._hand_in.lead_ns
 
     def came_back(self, header: DownlinkHeader) -> None:
         """The model made a frame. Those that wait in the ring on every tick: leave one out."""

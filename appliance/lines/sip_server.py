@@ -1,7 +1,7 @@
 """The telephone line's shell: a stack on one side, the boxes on the other, one event loop.
 
 Carries events to calls, calls' wishes to the stack, and messages between calls and the box; all
-calls are looked after every `TURN_NS`, on a grid, so that a hundred of them cost one wake-up. What
+calls are looked after every `turn_ns`, on a grid, so that a hundred of them cost one wake-up. What
 a call does is `sip_call`'s business, who may come in the box's: a caller is asked for there first,
 rings meanwhile, and is refused with what the box said.
 """
@@ -23,6 +23,7 @@ from appliance.lines.limits import Bucket
 from appliance.lines.sip_call import Limits, PhoneCall, Verb
 from appliance.lines.sip_config import SipAccount, SipConfig
 from appliance.lines.sip_extras import ExtrasMaker
+from appliance.lines.sip_hear import MANY, READ_MANY_NS, READ_NS, HandIn
 from appliance.lines.sip_recorder import Recorded
 from appliance.lines.sip_records import Records, Row, number_of, row_at_end
 from appliance.lines.sip_stack import Event, Incoming, Stack
@@ -31,15 +32,11 @@ from appliance.log import Seldom
 
 logger = logging.getLogger(__name__)
 
-TURN_NS = 10 * NS_PER_MS
-"""How often calls are looked after: half a packet."""
-
-FEW = 24
-FEW_TURN_NS = 5 * NS_PER_MS
-"""And while there are no more than `FEW`: what they wait is delay both ways, and costs little."""
-
-IDLE_NS = 20 * NS_PER_MS
-"""And the box listened to, while nobody calls."""
+TURNS_NS = ((0, 20 * NS_PER_MS), (24, 5 * NS_PER_MS), (48, 10 * NS_PER_MS))
+MANY_TURN_NS = 20 * NS_PER_MS
+"""How often calls are looked after, by how many there are at most, and if there are more. What they
+wait is delay both ways; a turn of a hundred takes 10 ms, so a packet (20 ms) at a time is enough.
+While nobody calls only the box is listened to."""
 
 SEEK_S = 1.0
 """Between two attempts to find a box that is gone, and two looks at how it is."""
@@ -48,6 +45,11 @@ MOST_SOURCES = 10_000
 """Addresses whose calls are counted one by one."""
 
 Hook = Callable[[dict[str, object]], None]
+
+
+def turn_ns(calls: int) -> int:
+    """From one look at so many calls to the next."""
+    return next((every_ns for most, every_ns in TURNS_NS if calls <= most), MANY_TURN_NS)
 
 
 class Room(Protocol):
@@ -100,6 +102,7 @@ class SipServer:
         self._operators: set[int] = set()
         """Calls that an operator has had transferred, and the box has not been told."""
         self._numbers = 0
+        self._hand_in = HandIn()
         self._sources: dict[str, Bucket] = {}
         self._boxes: Boxes | None = None
         self._stop_ns: int | None = None
@@ -124,9 +127,7 @@ class SipServer:
             while not self._has_stopped() and not self._trouble:
                 self._turn()
                 now_ns = self._clock.now_ns()
-                every_ns = IDLE_NS
-                if self._calls:
-                    every_ns = FEW_TURN_NS if len(self._calls) <= FEW else TURN_NS
+                every_ns = turn_ns(len(self._calls))
                 # On a grid: what a turn takes does not add to what calls wait.
                 wake_ns = (now_ns // every_ns + 1) * every_ns
                 if self._take_ns is not None:
@@ -226,6 +227,7 @@ class SipServer:
             now_ns,
             self._line,
             self._extras.make(f"{self._run_id}-{self._numbers}", account),
+            self._hand_in,
         )
         self._calls[call.number] = self._legs[event.leg] = call
         self._rows[call.number] = row = Row(
@@ -271,6 +273,7 @@ class SipServer:
         if self._stop_ns is not None and now_ns >= self._stop_ns:
             for call in self._calls.values():
                 call.hang_up("this line stops", now_ns)
+        self._hand_in.read_ns = READ_NS if len(self._calls) <= MANY else READ_MANY_NS
         heard = [call.hear(self._clock.now_ns()) for call in self._calls.values()]
         self._take_ns = min((take_ns for take_ns in heard if take_ns is not None), default=None)
         try:

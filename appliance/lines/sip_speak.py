@@ -18,6 +18,7 @@ from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
 from appliance.frame_ring import DownlinkHeader, Outcome, Receipt
 from appliance.lines.playout import Played, Playout
 from appliance.lines.sip_figures import Took
+from appliance.lines.sip_hear import HandIn
 from appliance.lines.sip_recorder import Tape
 from appliance.lines.sip_stack import Media
 from appliance.lines.speex import Stretches, stretcher
@@ -47,11 +48,12 @@ class Speaking:
         lead_ns: int,
         times: TickTimes,
         took: Took,
+        hand_in: HandIn,
         tape: Tape | None = None,
     ) -> None:
         """times: what ticks took, shared by all calls of a box. took: to be added to.
 
-        tape: hears what the caller hears.
+        hand_in: shared, too: whether there is time to stretch. tape: hears what the caller hears.
         """
         self.phase: Phase | None = None
         self.lead = Lead(lead_ns)
@@ -65,6 +67,7 @@ class Speaking:
         self._media = media
         self._times = times
         self._took = took
+        self._hand_in = hand_in
         self._tape = tape
         self._playout: Playout[_Reply] = Playout(
             session, generation, grid.period_ns, grid.period_ns
@@ -151,7 +154,8 @@ class Speaking:
             self._out = (rate_hz, stretcher(self._rate_hz, rate_hz))
         queued_ns = form.queued_samples * NS_PER_S // rate_hz
         plan = self.lead.hand_over(queued_ns)
-        audio = self._out[1].push(self._silence if reply is None else _finite(reply.pcm), plan.ppm)
+        ppm = plan.ppm if self._hand_in.may_stretch else 0.0
+        audio = self._out[1].push(self._silence if reply is None else _finite(reply.pcm), ppm)
         if plan.drop_ns:
             audio = audio[: max(0, audio.size - plan.drop_ns * rate_hz // NS_PER_S)]
         whole = _sixteen_bits(audio)

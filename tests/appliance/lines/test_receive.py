@@ -84,7 +84,7 @@ def talk(
                 rest -= more
                 where = np.linspace(0, pcm.size - 1, pcm.size + more)
                 pcm = np.interp(where, np.arange(pcm.size), pcm).astype(np.float32)
-            buffer.push(pcm, now_ns, take_ns)
+            buffer.push(pcm, now_ns, take_ns, now_ns - read_ns)
         while take_ns <= now_ns:
             out.append(buffer.take(take_ns))
             held.append(buffer.held_samples)
@@ -244,3 +244,23 @@ def test_whatever_comes_every_take_is_a_frame_and_every_sample_is_accounted_for(
     # A fade joins what was put in to what came; it adds none and takes none.
     assert came + put_in == taken * SAMPLES + buffer.held_samples + counts.cut_samples
     assert buffer.held_samples <= MOST_NS * RATE_HZ // NS_PER_S
+
+
+def test_audio_that_was_looked_for_late_is_not_late_itself() -> None:
+    """A line that oversleeps finds packets that came on time: nothing is put in for them."""
+
+    def run(knows: bool) -> ReceiveBuffer:
+        buffer = ReceiveBuffer(SAMPLES, RATE_HZ)
+        looked_ns = 0
+        for number in range(1, 1000):
+            # 1 ms after each packet, and 19 ms after every fortieth.
+            now_ns = number * PACKET_NS + (19 if number % 40 == 0 else 1) * NS_PER_MS
+            take_ns = (now_ns // PERIOD_NS + 1) * PERIOD_NS
+            buffer.push(voice(PACKET), now_ns, take_ns, looked_ns if knows else None)
+            if number % 4 == 0:
+                buffer.take(now_ns)
+            looked_ns = now_ns
+        return buffer
+
+    assert run(knows=False).counts.holes > 5
+    assert run(knows=True).counts.holes == 0

@@ -19,7 +19,21 @@ pytestmark = [pytest.mark.peers, pytest.mark.clock]
 def test_sipp_many_calls_at_once(tmp_path: Path) -> None:
     """100 calls of 60 s; DUPLEXBOX_CALLS and DUPLEXBOX_CALL_S are for smaller machines."""
     calls = int(os.environ.get("DUPLEXBOX_CALLS", "100"))
-    seconds = float(os.environ.get("DUPLEXBOX_CALL_S", "60"))
+    hold(tmp_path, calls, float(os.environ.get("DUPLEXBOX_CALL_S", "60")))
+
+
+def test_the_model_hears_all_of_fifty_calls_at_once(tmp_path: Path) -> None:
+    """As many as two cores bear that the box and SIPp have a share of."""
+    overslept, filled, ticks = hold(tmp_path, 50, 30)
+    assert overslept <= ticks / 200
+    assert filled <= ticks / 50
+
+
+def hold(tmp_path: Path, calls: int, seconds: float) -> tuple[float, int, float]:
+    """So many calls at once for so long: packets leave in time, and calls end as they should.
+
+    Returns the ticks overslept, frames that callers did not hear in time, and ticks.
+    """
     extra = f"calls_per_s = 1000\nmost = {calls}\nrtp_ports = [10000, 12000]"
     with stub_box(tmp_path, calls) as socket, line(tmp_path, socket, extra) as running:
         before = used(running.worker())
@@ -59,9 +73,13 @@ def test_sipp_many_calls_at_once(tmp_path: Path) -> None:
     assert {row.why for row in rows} == {"the caller hung up"}
     assert len(gaps) == calls
     assert np.percentile(every, 99.9) <= 25
-    assert max(off) <= 1.125  # a frame, and the 10 ms at which calls are looked after
+    # A frame, the 20 ms at which calls are looked after, and the 32 by which frames may come to be
+    # handed in earlier before their ticks than at the call's begin.
+    assert max(off) <= 1 + (20 + 32) / 80
     assert all(row.rx_packets > seconds * 45 for row in rows)
     assert all(row.tx_packets > seconds * 45 for row in rows)
+    late = sum(row.late + row.filled + row.discarded for row in rows)
+    return overslept, late, sum(ticks(row) for row in rows)
 
 
 def test_sipp_thousands_of_short_calls_leave_nothing_behind(tmp_path: Path) -> None:
