@@ -58,7 +58,9 @@ def test_two_callers_are_answered_by_a_box_on_the_clock(tmp_path: Path) -> None:
     for answer in answers:
         assert isinstance(answer, Answer), answer
         assert 0.16 <= answer.delay_s < 0.6
-        assert len(answer.text) == len(answer.sound) // FRAME == 18
+        # 1.5 s said, and what the line hears afterwards; a frame that came too late moves the rest.
+        assert len(answer.text) == len(answer.sound) // FRAME
+        assert 18 <= len(answer.text) <= 20
 
 
 def test_a_kept_conversation_lies_on_its_caller_s_time() -> None:
