@@ -108,9 +108,7 @@ class PhoneCall:
         extras: Extras | None = None,
         hand_in: HandIn | None = None,
     ) -> None:
-        """number: the `request` of its Join. times, hand_in: shared by all calls: what ticks took,
-        and when frames are handed in.
-        """
+        """number: the `request` of its Join. times, hand_in: shared by all calls of a line."""
         self.number = number
         self.incoming = incoming
         self.account = account

@@ -71,6 +71,10 @@ class HandIn:
         """Of its frames, the latest so far: after the time that was meant for them."""
         self._needed: deque[int] = deque(maxlen=LOOKED_AT)
 
+    def look_after(self, calls: int) -> None:
+        """So many calls are on now."""
+        self.read_ns = READ_NS if calls <= MANY else READ_MANY_NS
+
     def saw(self, start_ns: int, now_ns: int) -> None:
         """A frame of the tick that starts then is handed in now."""
         # What a longer lead would not have mended says nothing about its length.
@@ -158,8 +162,8 @@ class Hearing:
         """What the caller said since the last time, into the receive buffer."""
         if now_ns < self._read_ns:
             return
-        every_ns = self._hand_in.read_ns
-        self._read_ns = min((now_ns // every_ns + 1) * every_ns, self.take_ns(grid))
+        every_ns, take_ns = self._hand_in.read_ns, self.take_ns(grid)
+        self._read_ns = min((now_ns // every_ns + 1) * every_ns, take_ns)
         looked_ns, self._looked_ns = self._looked_ns, now_ns
         pcm = self._media.read()
         rate_hz = self._media.in_hz
@@ -172,7 +176,6 @@ class Hearing:
         self._arrived_ns = now_ns
         if float(audio @ audio) > LOUD * LOUD * audio.size:
             self.spoke_ns = now_ns
-        take_ns = self.take_ns(grid)
         made = self._in[1].push(audio, self.receive.ppm if self._hand_in.may_stretch else 0.0)
         self.receive.push(made, now_ns, take_ns, looked_ns)
 

@@ -23,7 +23,7 @@ from appliance.lines.limits import Bucket
 from appliance.lines.sip_call import Limits, PhoneCall, Verb
 from appliance.lines.sip_config import SipAccount, SipConfig
 from appliance.lines.sip_extras import ExtrasMaker
-from appliance.lines.sip_hear import MANY, READ_MANY_NS, READ_NS, HandIn
+from appliance.lines.sip_hear import HandIn
 from appliance.lines.sip_recorder import Recorded
 from appliance.lines.sip_records import Records, Row, number_of, row_at_end
 from appliance.lines.sip_stack import Event, Incoming, Stack
@@ -273,7 +273,7 @@ class SipServer:
         if self._stop_ns is not None and now_ns >= self._stop_ns:
             for call in self._calls.values():
                 call.hang_up("this line stops", now_ns)
-        self._hand_in.read_ns = READ_NS if len(self._calls) <= MANY else READ_MANY_NS
+        self._hand_in.look_after(len(self._calls))
         heard = [call.hear(self._clock.now_ns()) for call in self._calls.values()]
         self._take_ns = min((take_ns for take_ns in heard if take_ns is not None), default=None)
         try:

@@ -46,11 +46,16 @@ request_route {
 )
 
 
+def logs_in(folder: Path, port: int, password: str) -> str:
+    """An account's lines of the config, with its password in a file."""
+    secret = folder / "secret"
+    secret.write_text(f"{password}\n")
+    return f'domain = "127.0.0.1:{port}"\nregister = true\npassword_file = "{secret}"'
+
+
 def test_it_logs_in_at_kamailio_with_a_password_and_is_called_through_it(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("s3cret\n")
     with kamailio(tmp_path, REGISTRAR) as proxy, FakeBox(tmp_path) as box:
-        account = f'domain = "127.0.0.1:{proxy}"\nregister = true\npassword_file = "{secret}"'
+        account = logs_in(tmp_path, proxy, "s3cret")
         with line(tmp_path, box.path, account=account) as running:
             running.wait("account bot is registered")
             with Phone("bot", proxy) as phone:
@@ -58,21 +63,16 @@ def test_it_logs_in_at_kamailio_with_a_password_and_is_called_through_it(tmp_pat
                 assert phone.talk(speech(1.0)).arrived_s.size > 40
                 assert phone.hang_up() == 200
             running.wait("call 1 over")
-            secret.write_text("wrong\n")
+            (tmp_path / "secret").write_text("wrong\n")
     assert running.rows()[0].talked_ms > 900
 
 
 @pytest.mark.parametrize("transport", ["tcp", "tls"])
 def test_it_logs_in_and_is_called_over_a_connection(tmp_path: Path, transport: str) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("s3cret\n")
     keys = certificate(tmp_path / "keys")
     with kamailio(tmp_path, REGISTRAR, tls=keys) as proxy, FakeBox(tmp_path) as box:
         port = proxy + (transport == "tls")
-        account = (
-            f'domain = "127.0.0.1:{port}"\nregister = true\npassword_file = "{secret}"\n'
-            f'transport = "{transport}"'
-        )
+        account = logs_in(tmp_path, port, "s3cret") + f'\ntransport = "{transport}"'
         trust = f'tls_ca = "{keys}/authority.pem"'
         with line(tmp_path, box.path, trust, account) as running:
             running.wait("account bot is registered")
@@ -86,15 +86,11 @@ def test_it_logs_in_and_is_called_over_a_connection(tmp_path: Path, transport: s
 
 def test_encrypted_audio_over_tls_and_none_of_what_is_not(tmp_path: Path) -> None:
     """SDES: Debian's baresip calls through Kamailio, which hands the call on over TLS."""
-    secret = tmp_path / "secret"
-    secret.write_text("s3cret\n")
     keys = certificate(tmp_path / "keys")
     voice = (speech(6.0) / 32_768).astype(np.float32)
     with kamailio(tmp_path, REGISTRAR, tls=keys) as proxy, HearingBox(tmp_path) as box:
-        account = (
-            f'domain = "127.0.0.1:{proxy + 1}"\nregister = true\npassword_file = "{secret}"\n'
-            'transport = "tls"\nsrtp = "mandatory"'
-        )
+        account = logs_in(tmp_path, proxy + 1, "s3cret")
+        account += '\ntransport = "tls"\nsrtp = "mandatory"'
         trust = f'tls_ca = "{keys}/authority.pem"'
         with line(tmp_path, box.path, trust, account) as running:
             running.wait("account bot is registered")
@@ -112,14 +108,9 @@ def test_encrypted_audio_over_tls_and_none_of_what_is_not(tmp_path: Path) -> Non
 
 
 def test_a_registrar_with_a_certificate_of_somebody_else_gets_no_password(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("s3cret\n")
     keys, others = certificate(tmp_path / "keys"), certificate(tmp_path / "others")
     with kamailio(tmp_path, REGISTRAR, tls=keys) as proxy, FakeBox(tmp_path) as box:
-        account = (
-            f'domain = "127.0.0.1:{proxy + 1}"\nregister = true\npassword_file = "{secret}"\n'
-            'transport = "tls"'
-        )
+        account = logs_in(tmp_path, proxy + 1, "s3cret") + '\ntransport = "tls"'
         with line(tmp_path, box.path, f'tls_ca = "{others}/authority.pem"', account) as running:
             running.wait("certificate verify failed")
             running.wait("account bot is not registered")
@@ -151,10 +142,8 @@ def test_who_may_connects_to_us_over_tls_and_who_may_not_is_not_let_in(tmp_path:
 
 
 def test_a_wrong_password_is_said_and_tried_again(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("wrong\n")
     with kamailio(tmp_path, REGISTRAR) as proxy, FakeBox(tmp_path) as box:
-        account = f'domain = "127.0.0.1:{proxy}"\nregister = true\npassword_file = "{secret}"'
+        account = logs_in(tmp_path, proxy, "wrong")
         with line(tmp_path, box.path, account=account) as running:
             running.wait("account bot is not registered at 127.0.0.1")
 
