@@ -2,12 +2,13 @@
 
 All times are CLOCK_MONOTONIC in nanoseconds, which is one clock for every process of a machine:
 a line and the box may compare theirs. Ticks lie on a grid from an origin; the grid does not know
-when anybody woke up. Wall-clock time is read in one place, to name a call's file.
+when anybody woke up. Wall-clock time is read in one place, to name a call's file and to tell how
+old one is.
 """
 
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Protocol
 
 NS_PER_S = 1_000_000_000
@@ -72,7 +73,25 @@ class TickGrid:
         return (now_ns - self.t0_ns) // self.period_ns
 
 
+def wall_ns() -> int:
+    """UTC since 1970. Unlike all other times here it may be set, forwards and backwards."""
+    return time.time_ns()
+
+
+def stamp(at_ns: int) -> str:
+    """A `wall_ns` to the millisecond, as it stands in file names: 20260131T120000.250Z."""
+    seconds, rest_ns = divmod(max(at_ns, 0), NS_PER_S)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y%m%dT%H%M%S}.{rest_ns // NS_PER_MS:03d}Z"
+
+
+def stamped_ns(name: str) -> int | None:
+    """The `wall_ns`, in whole seconds, of a name that begins with a `stamp`; None: it does not."""
+    try:
+        return int(datetime.strptime(f"{name[:15]}+0000", "%Y%m%dT%H%M%S%z").timestamp()) * NS_PER_S
+    except ValueError:
+        return None
+
+
 def wall_stamp(ago_s: float = 0) -> str:
-    """UTC to the millisecond, as it stands in file names: 20260131T120000.250Z. ago_s: earlier."""
-    now = datetime.now(UTC) - timedelta(seconds=ago_s)
-    return f"{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z"
+    """The `stamp` of now, or of so long ago."""
+    return stamp(wall_ns() - int(ago_s * NS_PER_S))

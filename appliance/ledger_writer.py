@@ -14,6 +14,7 @@ import os
 import sqlite3
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import numpy as np
 from appliance import side_report
 from appliance.box_view import Watch
 from appliance.call_table import NAME, CallRow, CallTable, Totals
-from appliance.clock import NS_PER_S, Clock, wall_stamp
+from appliance.clock import NS_PER_S, Clock, wall_ns, wall_stamp
 from appliance.frame_ring import Outcome, Receipt, ReceiptRing, Result, ResultRing
 from appliance.ledger import (
     BUFFER_UNKNOWN,
@@ -44,7 +45,7 @@ from appliance.ledger import (
 )
 from appliance.realtime import ask_for_priority
 from appliance.record_ring import RecordRing
-from appliance.retention import Keep, remove
+from appliance.retention import BelievedTime, Keep, remove
 from appliance.side_report import SideReport
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,11 @@ class LedgerWriter:
         clock: Clock,
         keep: Keep | None = None,
         priority: int = 0,
+        wall_ns: Callable[[], int] = wall_ns,
     ) -> None:
         """keep: how much of old calls; None: all. priority: of the thread; see `realtime`.
+
+        wall_ns: what tells how old a call is.
 
         Raises `OSError` when ``folder`` is unusable.
         """
@@ -164,6 +168,8 @@ class LedgerWriter:
         self._keep = keep or Keep()
         self._priority = priority
         self._kept_ns = clock.now_ns() - RETENTION_NS
+        self._wall_ns = wall_ns
+        self._time = BelievedTime()
         self._table: CallTable | None = None
         self._rows: list[CallRow] = []
         self._patience = 0
@@ -445,9 +451,10 @@ class LedgerWriter:
             return
         self._kept_ns = now_ns
         is_on = {file_name(call.header) for call in self._calls.values()}
-        oldest = wall_stamp(ago_s=self._keep.days * 86_400) if self._keep.days else ""
         try:
-            gone = remove(self._folder, self._keep, is_on, oldest)
+            gone = remove(self._folder, self._keep, is_on, self._time, self._wall_ns(), now_ns)
+            if doubt := self._time.doubt():
+                logger.warning("ledger: %s", doubt)
             if gone:
                 logger.info("ledger: %d old calls removed, from %s on", len(gone), gone[0])
                 if self._table is not None:

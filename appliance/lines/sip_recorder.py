@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_stamp
+from appliance.clock import NS_PER_MS, NS_PER_S, Clock, wall_ns, wall_stamp
 from appliance.lines.recording import Conversation
 from appliance.lines.sip_config import SipRecording
 from appliance.lines.wav import WavError
 from appliance.log import Seldom
-from appliance.retention import Stored, plan_removal
+from appliance.retention import BelievedTime, Stored, plan_removal
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ GAP_NS = 50 * NS_PER_MS
 LOOK_NS = 5 * NS_PER_S
 """How often the disk is looked at while something is recorded."""
 
-DAY_S = 86_400
 MB = 10**6
 
 
@@ -138,6 +137,7 @@ class Recorder:
         self._no_room = ""
         """Why nothing can be recorded now; empty: it can."""
         self._look_ns = 0
+        self._time = BelievedTime()
         self._troubles = Seldom(logger, logging.WARNING)
         self._thread = threading.Thread(target=self._run, name="sip-recorder", daemon=True)
         self._thread.start()
@@ -221,8 +221,12 @@ class Recorder:
                 if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False)
             ]
         free = shutil.disk_usage(folder).free
-        oldest = wall_stamp(config.keep_days * DAY_S) if config.keep_days else ""
         is_on = {tape.path.name for tape in self._open}
+        names = [file.name for file in files]
+        now_ns = self._clock.now_ns()
+        oldest = self._time.oldest(config.keep_days, names, is_on, wall_ns(), now_ns)
+        if doubt := self._time.doubt():
+            logger.warning("recordings: %s", doubt)
         keep, needed = config.keep_mb * MB, config.min_free_mb * MB - free
         gone = set(plan_removal(files, is_on, oldest, keep, needed))
         for name in gone:

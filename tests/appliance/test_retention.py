@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 
 from appliance import clock
 from appliance.call_table import read_rows
-from appliance.clock import NS_PER_S
+from appliance.clock import NS_PER_S, stamp, stamped_ns
 from appliance.ledger import Why
 from appliance.ledger_writer import RETENTION_NS, LedgerWriter
 from appliance.record_ring import RecordRing
-from appliance.retention import Keep, Stored, plan_removal, remove
+from appliance.retention import (
+    DAY_NS,
+    STEADY_NS,
+    STEP_NS,
+    BelievedTime,
+    Keep,
+    Stored,
+    plan_removal,
+    remove,
+)
 from tests.appliance.test_ledger import header
 from tests.fakes import FakeClock
 
@@ -60,7 +69,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / NAMES[0]).write_bytes(bytes(10))
     (tmp_path / "notes.txt").write_bytes(bytes(10))
     (tmp_path / "folder.call").mkdir()
-    assert remove(tmp_path, Keep(bytes=1), (), "") == [NAMES[0]]
+    assert remove(tmp_path, Keep(bytes=1), (), BelievedTime(), 0, 0) == [NAMES[0]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.call", "notes.txt"]
 
 
@@ -73,7 +82,74 @@ def test_a_disk_that_must_have_room_left_takes_the_oldest(
     for file in FILES:
         (tmp_path / file.name).write_bytes(bytes(file.bytes))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
-    assert remove(tmp_path, Keep(free_bytes=1150), (), "") == NAMES[:2]
+    keep = Keep(free_bytes=1150)
+    assert remove(tmp_path, keep, (), BelievedTime(), 0, 0) == NAMES[:2]
+
+
+NOON_NS = 20_000 * DAY_NS
+"""Of some day, by the wall; the monotonic clock shows 0 then."""
+
+
+def test_a_stamp_is_read_as_it_was_written() -> None:
+    assert stamp(NOON_NS + 250_000_000) == "20241004T000000.250Z"
+    assert stamped_ns("20241004T000000.250Z-000001.call") == NOON_NS
+    assert stamped_ns("notes.call") is stamped_ns("20241304T000000.000Z-000001.call") is None
+    assert stamp(-DAY_NS) == "19700101T000000.000Z"  # kept for a hundred years: all of them
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, DAY_NS), st.integers(0, STEP_NS)), max_size=20))
+def test_a_clock_that_goes_and_is_set_a_little_is_believed(steps: list[tuple[int, int]]) -> None:
+    time, wall_ns, now_ns = BelievedTime(), NOON_NS, 0
+    assert time.look(wall_ns, now_ns) == wall_ns
+    for passed_ns, step_ns in steps:
+        now_ns += passed_ns
+        wall_ns += passed_ns + step_ns
+        assert time.look(wall_ns, now_ns) == wall_ns
+    assert not time.doubt()
+
+
+def test_a_clock_set_far_ahead_counts_when_it_has_stood_and_not_before() -> None:
+    time, ahead_ns, hour_ns = BelievedTime(), 365 * DAY_NS, STEADY_NS // 12
+    time.look(NOON_NS, 0)
+    for hour in range(1, 13):
+        now_ns = hour * hour_ns
+        assert time.look(NOON_NS + ahead_ns + now_ns, now_ns) == NOON_NS + now_ns
+        assert ("365.0 days ahead" in time.doubt()) == (hour == 1)
+        assert time.doubted_ns == ahead_ns
+    now_ns = 13 * hour_ns
+    assert time.look(NOON_NS + ahead_ns + now_ns, now_ns) == NOON_NS + ahead_ns + now_ns
+    assert (time.doubt(), time.doubted_ns) == ("", 0)
+    now_ns += 1  # the next such step is doubted, and said, as the first one was
+    assert time.look(NOON_NS + 2 * ahead_ns + now_ns, now_ns) == NOON_NS + ahead_ns + now_ns
+    assert time.doubt()
+
+
+def test_a_clock_that_is_set_right_again_was_never_believed() -> None:
+    time = BelievedTime()
+    time.look(NOON_NS, 0)
+    time.look(NOON_NS + 2 * STEP_NS, 0)
+    assert time.look(NOON_NS + 1, 1) == NOON_NS + 1
+    later_ns = STEADY_NS - 1  # counted from the second mistake
+    assert time.look(NOON_NS + 2 * STEP_NS + 2, 2) == NOON_NS + 2
+    assert time.look(NOON_NS + 2 * STEP_NS + later_ns, later_ns) == NOON_NS + later_ns
+
+
+def test_a_clock_set_back_counts_at_once() -> None:
+    time = BelievedTime()
+    time.look(NOON_NS, 0)
+    assert time.look(NOON_NS - 365 * DAY_NS, 1) == NOON_NS - 365 * DAY_NS
+    assert not time.doubt()
+
+
+def test_a_box_that_starts_with_a_clock_from_the_future_goes_by_its_newest_call() -> None:
+    names = [f"{stamp(NOON_NS - days * DAY_NS)}-000001.call" for days in (40, 20, 0)]
+    on = f"{stamp(NOON_NS + 400 * DAY_NS)}-000002.call"  # named by the wrong clock
+    time = BelievedTime()
+    wrong_ns = NOON_NS + 400 * DAY_NS
+    assert time.oldest(30, [*names, on, "notes"], {on}, wrong_ns, 7) == stamp(NOON_NS - 30 * DAY_NS)
+    assert time.doubt()
+    assert BelievedTime().oldest(0, names, (), wrong_ns, 7) == ""
+    assert BelievedTime().oldest(30, (), (), wrong_ns, 7) == stamp(wrong_ns - 30 * DAY_NS)
 
 
 def test_the_ledger_removes_what_is_too_old_and_says_so(
@@ -100,4 +176,30 @@ def test_the_ledger_removes_what_is_too_old_and_says_so(
     assert [path.name[-11:] for path in tmp_path.glob("*.call")] == ["000002.call"]
     assert "1 old calls removed" in caplog.text
     assert [bool(r.removed) for r in read_rows(tmp_path)] == [True, False]
+    writer.stop()
+
+
+def test_the_ledger_keeps_its_calls_when_the_wall_clock_is_set_ahead_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    started_ns = clock.wall_ns()
+    ticking, ahead_ns = FakeClock(), 0
+
+    def wall_ns() -> int:
+        return started_ns + ticking.now_ns() + ahead_ns
+
+    kept = tmp_path / f"{stamp(started_ns)}-000001.call"
+    kept.write_bytes(bytes(10))
+    writer = LedgerWriter(tmp_path, RecordRing(16), ticking, Keep(days=5), wall_ns=wall_ns)
+    writer.pump()
+    ahead_ns = 30 * DAY_NS
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            ticking.advance(RETENTION_NS)
+            writer.pump()
+    assert caplog.text.count("the wall clock is 30.0 days ahead") == 1
+    assert kept.exists()
+    ticking.advance(STEADY_NS)
+    writer.pump()
+    assert not kept.exists()
     writer.stop()
