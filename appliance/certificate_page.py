@@ -40,15 +40,13 @@ def page(found: Certificate, calls: Sequence[Call]) -> str:
         if found.holds
         else '<span class="fails">does not hold</span>'
     )
-    machine, model, ticks = found.machine, found.model, found.ticks
-    asked = found.conditions
     due = sum(call.due for call in found.calls)
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        f"<title>{escape(model.name)}: {found.sessions} sessions</title>",
+        f"<title>{escape(found.model.name)}: {found.sessions} sessions</title>",
         f"<style>{STYLE}</style></head><body>",
-        f"<h1>{escape(model.name)}: {verdict}</h1>",
+        f"<h1>{escape(found.model.name)}: {verdict}</h1>",
         f"<p>{escape(_summary(found, due))}</p>",
     ]
     if found.quick:
@@ -59,28 +57,8 @@ def page(found: Certificate, calls: Sequence[Call]) -> str:
     parts += [f'<p class="fails">{escape(problem)}</p>' for problem in found.problems]
     parts += [
         "<h2>Ticks</h2>",
-        _histogram(calls, ticks.period_ns),
-        _facts(
-            (
-                (
-                    "start to done",
-                    f"p50 {_ms(ticks.p50_ns)} · p99 {_ms(ticks.p99_ns)} · p99.9 "
-                    f"{_ms(ticks.p999_ns)} · max {_ms(ticks.max_ns)} of {_ms(ticks.period_ns)} ms",
-                ),
-                (
-                    "forecast p99.9",
-                    f"{_ms(found.forecast_ns)} ms at full retention; admission "
-                    f"would let in {found.forecast_sessions}",
-                ),
-                (
-                    "ticks",
-                    f"{ticks.ticks}, late {ticks.late}, never ran {ticks.missed}, longest "
-                    f"run of misses {ticks.longest_miss_run}",
-                ),
-                ("smallest margin", f"{_ms(found.smallest_margin_ns)} ms"),
-                ("smallest playout buffer", f"{_ms(found.smallest_buffer_ns)} ms"),
-            )
-        ),
+        _histogram(calls, found.ticks.period_ns),
+        _ticks(found),
         "<h2>Margin of every session</h2>",
         margin_plot(calls, f"{len(calls)} calls, by time") if calls else "<p>No call.</p>",
         "<h2>Sessions</h2>",
@@ -88,46 +66,7 @@ def page(found: Certificate, calls: Sequence[Call]) -> str:
         "<h2>Trials</h2>",
         _trials(found),
         "<h2>What was measured, where and how</h2>",
-        _facts(
-            (
-                ("command", found.command),
-                ("started (UTC)", found.started),
-                (
-                    "model",
-                    f"{model.name}, {model.parameters:,} parameters"
-                    f"{'' if model.trained else ', untrained'}",
-                ),
-                ("checkpoint sha256", model.checkpoint_sha256),
-                ("bundle", model.bundle),
-                (
-                    "state per session",
-                    f"{model.session_bytes:,} bytes, full after {model.full_retention_s:g} s",
-                ),
-                (
-                    "CPU",
-                    f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.1f} GiB",
-                ),
-                ("GPU, driver", f"{machine.gpu}, {machine.driver}"),
-                ("engine", machine.engine),
-                (
-                    "software",
-                    f"duplexbox {machine.duplexbox}, Python {machine.python}, Linux "
-                    f"{machine.kernel}",
-                ),
-                (
-                    "load average",
-                    f"{machine.load_before:.2f} before, {machine.load_after:.2f} "
-                    f"after ({machine.cores} cores)",
-                ),
-                ("path", found.path),
-                (
-                    "callers",
-                    f"{asked.callers}, {asked.stagger_s:g} s apart, all live for "
-                    f"{asked.talk_s:g} s; jitter 0–{asked.jitter_ms:g} ms, loss {asked.loss:.2%}, "
-                    f"clocks ±{asked.skew_ppm:g} ppm, seed {asked.seed}",
-                ),
-            )
-        ),
+        _measured(found),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -147,6 +86,76 @@ def _summary(found: Certificate, due: int) -> str:
             else f" One caller more was refused ({found.newcomer.reason})."
         )
     return text
+
+
+def _ticks(found: Certificate) -> str:
+    """How long ticks took, and how close to their deadline they came."""
+    ticks = found.ticks
+    return _facts(
+        (
+            (
+                "start to done",
+                f"p50 {_ms(ticks.p50_ns)} · p99 {_ms(ticks.p99_ns)} · p99.9 "
+                f"{_ms(ticks.p999_ns)} · max {_ms(ticks.max_ns)} of {_ms(ticks.period_ns)} ms",
+            ),
+            (
+                "forecast p99.9",
+                f"{_ms(found.forecast_ns)} ms at full retention; admission "
+                f"would let in {found.forecast_sessions}",
+            ),
+            (
+                "ticks",
+                f"{ticks.ticks}, late {ticks.late}, never ran {ticks.missed}, longest "
+                f"run of misses {ticks.longest_miss_run}",
+            ),
+            ("smallest margin", f"{_ms(found.smallest_margin_ns)} ms"),
+            ("smallest playout buffer", f"{_ms(found.smallest_buffer_ns)} ms"),
+        )
+    )
+
+
+def _measured(found: Certificate) -> str:
+    """What the verdict is about: the command, the model, the machine, the callers."""
+    machine, model, asked = found.machine, found.model, found.conditions
+    return _facts(
+        (
+            ("command", found.command),
+            ("started (UTC)", found.started),
+            (
+                "model",
+                f"{model.name}, {model.parameters:,} parameters"
+                f"{'' if model.trained else ', untrained'}",
+            ),
+            ("checkpoint sha256", model.checkpoint_sha256),
+            ("bundle", model.bundle),
+            (
+                "state per session",
+                f"{model.session_bytes:,} bytes, full after {model.full_retention_s:g} s",
+            ),
+            (
+                "CPU",
+                f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.1f} GiB",
+            ),
+            ("GPU, driver", f"{machine.gpu}, {machine.driver}"),
+            ("engine", machine.engine),
+            (
+                "software",
+                f"duplexbox {machine.duplexbox}, Python {machine.python}, Linux {machine.kernel}",
+            ),
+            (
+                "load average",
+                f"{machine.load_before:.2f} before, {machine.load_after:.2f} "
+                f"after ({machine.cores} cores)",
+            ),
+            ("path", found.path),
+            (
+                "callers",
+                f"{asked.callers}, {asked.stagger_s:g} s apart, all live for "
+                f"{asked.talk_s:g} s; jitter 0–{asked.jitter_ms:g} ms, loss {asked.loss:.2%}, "
+                f"clocks ±{asked.skew_ppm:g} ppm, seed {asked.seed}",
+            ),
+        )
+    )
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> str:

@@ -9,12 +9,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from engines import bundle, machine
 from export import plan_progress, show, targets
 from export.mistake import Mistake
 
 VOICE_FILES = (".wav", ".pt")
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +26,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="duplexbox export", description="Make bundles, look at them, hold them to golden data."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
+    _add_build(verbs)
+    _add_seed_checkpoint(verbs)
+    _add_verify(verbs)
+    _add_show(verbs)
 
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except (bundle.BundleError, Mistake) as err:
+        print(f"duplexbox export {args.verb}: {err}", file=sys.stderr)
+        return 1
+    except OSError as err:
+        where = f"{err.filename}: " if err.filename else ""
+        what = f"{where}{err.strerror or err}. Mend that and run the same command again"
+        print(f"duplexbox export {args.verb}: {what}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _add_build(verbs: Verbs) -> None:
     build = verbs.add_parser("build", help="a model -> a bundle; a bundle -> plans for a GPU")
     build.add_argument(
         "model",
@@ -91,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     build.add_argument("--seed", type=int, default=0, help="of a seeded model's weights")
     build.set_defaults(run=run_build)
 
+
+def _add_seed_checkpoint(verbs: Verbs) -> None:
     seeded = verbs.add_parser(
         "seed-checkpoint", help="a random checkpoint in a published layout; continues when killed"
     )
@@ -111,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     seeded.set_defaults(run=run_seed_checkpoint)
 
+
+def _add_verify(verbs: Verbs) -> None:
     verify = verbs.add_parser(
         "verify", help="every stage on this CPU against its golden data, and against torch"
     )
@@ -130,23 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verify.set_defaults(run=run_verify)
 
+
+def _add_show(verbs: Verbs) -> None:
     shown = verbs.add_parser("show", help="stages, regions and bytes per session of a bundle")
     shown.add_argument("bundle", type=Path)
     shown.add_argument("--json", action="store_true", help="for another program")
     shown.set_defaults(run=run_show)
-
-    args = parser.parse_args(argv)
-    try:
-        code: int = args.run(args)
-    except (bundle.BundleError, Mistake) as err:
-        print(f"duplexbox export {args.verb}: {err}", file=sys.stderr)
-        return 1
-    except OSError as err:
-        where = f"{err.filename}: " if err.filename else ""
-        what = f"{where}{err.strerror or err}. Mend that and run the same command again"
-        print(f"duplexbox export {args.verb}: {what}", file=sys.stderr)
-        return 1
-    return code
 
 
 def run_build(args: argparse.Namespace) -> int:
