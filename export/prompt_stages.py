@@ -21,21 +21,15 @@ from export.caches import Caches, kept
 from export.models import prefill, tokens
 from export.models.config import ModelConfig
 from export.models.lm import LanguageModel
-from export.models.sampling import Taste
-from export.models.streaming import State, counter
+from export.models.streaming import State
 from export.stages import (
     HIDDEN,
-    NOISE,
-    SEED,
-    TEMPERATURE,
     TEXT_LOGITS,
-    TEXT_TEMPERATURE,
-    TEXT_TOP_K,
-    TOP_K,
     StageGraph,
+    choice_regions,
+    chooser,
     noise,
     read,
-    sampling_regions,
     tensor,
     written,
 )
@@ -92,11 +86,7 @@ class Opening(StageGraph):
 
     def __init__(self, config: ModelConfig, lm: LanguageModel, hidden: Dtype) -> None:
         c = config.lm
-        self.regions = [
-            tokens.token_region(c),
-            counter(tokens.OFFSET, 1),
-            *(region for region in sampling_regions(config) if region.name != SEED),
-        ]
+        self.regions = choice_regions(config)
         super().__init__(
             "opening",
             [
@@ -111,13 +101,7 @@ class Opening(StageGraph):
 
     def run(self, named: State) -> State:
         config, after = self.lm.config, named[tokens.OFFSET]
-        most = named[NOISE].shape[-1]
-        text = Taste(named[TEXT_TEMPERATURE], named[TEXT_TOP_K], min(most, config.text_card))
-        audio = Taste(named[TEMPERATURE], named[TOP_K], min(most, config.card))
-
-        def choose(step: int, logits: Tensor) -> Tensor:
-            return (audio if step else text).choose(logits, named[NOISE].select(1, step))
-
+        choose = chooser(config, named)
         chosen = prefill.open_mouth(self.lm, named[HIDDEN], named[TEXT_LOGITS], choose)
         return {tokens.TOKENS: tokens.speak_free(config, named[tokens.TOKENS], after, chosen)}
 

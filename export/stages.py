@@ -35,8 +35,8 @@ from engines.bundle import NEXT, Dtype, RegionSpec, StageSpec, TensorSpec
 from engines.clocks import ClockKind, NativeClock
 from export.caches import Caches
 from export.models import tokens
-from export.models.config import ModelConfig
-from export.models.lm import LanguageModel
+from export.models.config import LmConfig, ModelConfig
+from export.models.lm import Choose, LanguageModel
 from export.models.mimi import Mimi
 from export.models.sampling import Taste
 from export.models.streaming import State, counter, regions_of
@@ -156,12 +156,8 @@ class Depth(StageGraph):
     """Choose what to say, and line up the frame that is now complete."""
 
     def __init__(self, config: ModelConfig, lm: LanguageModel, hidden: Dtype) -> None:
-        c, sampling = config.lm, sampling_regions(config)
-        self.regions = [
-            tokens.token_region(c),
-            counter(tokens.OFFSET, 1),
-            *(region for region in sampling if region.name != SEED),
-        ]
+        c = config.lm
+        self.regions = choice_regions(config)
         super().__init__(
             "depth",
             [
@@ -181,15 +177,7 @@ class Depth(StageGraph):
 
     def run(self, named: State) -> State:
         config, after = self.lm.config, named[tokens.OFFSET]
-
-        most = named[NOISE].shape[-1]
-        text = Taste(named[TEXT_TEMPERATURE], named[TEXT_TOP_K], min(most, config.text_card))
-        audio = Taste(named[TEMPERATURE], named[TOP_K], min(most, config.card))
-
-        def choose(step: int, logits: Tensor) -> Tensor:
-            return (audio if step else text).choose(logits, named[NOISE].select(1, step))
-
-        spoken = self.lm.depth(named[HIDDEN], named[TEXT_LOGITS], choose)
+        spoken = self.lm.depth(named[HIDDEN], named[TEXT_LOGITS], chooser(config, named))
         ring = tokens.speak(config, named[tokens.TOKENS], after, spoken)
         frame = tokens.align(config, ring, after)
         return {
@@ -278,6 +266,24 @@ def sampling_regions(config: ModelConfig) -> list[RegionSpec]:
         _setting(TOP_K, "int64", sampling.top_k, most),
         _setting(TEXT_TOP_K, "int64", sampling.text_top_k, most),
     ]
+
+
+def choice_regions(config: ModelConfig) -> list[RegionSpec]:
+    """What choosing reads: the tokens so far, which come first, the tick, and the settings."""
+    settings = (region for region in sampling_regions(config) if region.name != SEED)
+    return [tokens.token_region(config.lm), counter(tokens.OFFSET, 1), *settings]
+
+
+def chooser(config: LmConfig, named: State) -> Choose:
+    """Step 0 chooses text, the others codes: by the session's settings, with this tick's noise."""
+    most = named[NOISE].shape[-1]
+    text = Taste(named[TEXT_TEMPERATURE], named[TEXT_TOP_K], min(most, config.text_card))
+    audio = Taste(named[TEMPERATURE], named[TOP_K], min(most, config.card))
+
+    def choose(step: int, logits: Tensor) -> Tensor:
+        return (audio if step else text).choose(logits, named[NOISE].select(1, step))
+
+    return choose
 
 
 def all_regions(graphs: Iterable[StageGraph], config: ModelConfig) -> tuple[RegionSpec, ...]:
