@@ -1,7 +1,7 @@
 """The bank: every chunk as every voice says it, kept small enough to travel to another machine.
 
     bank.json     voices and chunks: kind, text, where it lies in its voice's sound
-    VOICE.opus    all chunks of one voice, one after the other, 24 kHz, about 30 kbit/s
+    VOICE.opus    all chunks of one voice, one after the other, 24 kHz, some 20 kbit/s
 
 `make` fills one (some minutes of CPU; the voices' programs must be installed), `Bank` reads one.
 The list of chunks depends on the seed alone; sounds also on the versions of the programs.
@@ -28,8 +28,9 @@ if TYPE_CHECKING:  # voices needs packages that training does not
     from export.pocket.voices import Speak, Voice
 
 RATE_HZ = 24_000
-COMPRESSION = 0.9
-"""Of Opus, as libsndfile counts it: about 30 kbit/s."""
+COMPRESSION, COMPRESSION_DESK = 0.95, 0.9
+"""Of Opus, as libsndfile counts it: about 18 kbit/s for callers, who are many, and 30 for the desk,
+whose sound is learnt."""
 
 GAP_SAMPLES = 1_200
 """Of silence between two chunks of a voice."""
@@ -94,7 +95,7 @@ def read(folder: Path) -> Bank:
     """Decode a bank; chunks' places are then those in the one array."""
     index = msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
     voices = [*index.callers, index.desk]
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         sounds = list(pool.map(lambda voice: _decoded(folder / f"{voice}.opus"), voices))
     offsets = np.cumsum([0, *(len(sound) for sound in sounds)])
     first = dict(zip(voices, offsets.tolist(), strict=False))
@@ -122,7 +123,8 @@ def make(folder: Path, seed: int, cast: Cast, every: bool, say: Say) -> Index:
     for n, voice in enumerate([cast.desk, *cast.callers]):
         if not any(chunk.voice == voice.name for chunk in index.chunks):
             asked = caller_chunks(seed, n - 1, every) if n else desk_chunks()
-            chunks = _spoken(voice, cast.speak, asked, folder)
+            compression = COMPRESSION if n else COMPRESSION_DESK
+            chunks = _spoken(voice, cast.speak, asked, folder, compression)
             index = msgspec.structs.replace(index, chunks=(*index.chunks, *chunks))
             say(f"{voice.name}: {len(chunks)} chunks, {chunks[-1].start / RATE_HZ:.0f} s")
         # Whatever stops it, what is done is a bank.
@@ -131,7 +133,9 @@ def make(folder: Path, seed: int, cast: Cast, every: bool, say: Say) -> Index:
     return index
 
 
-def _spoken(voice: "Voice", speak: "Speak", asked: Asked, folder: Path) -> list[Chunk]:
+def _spoken(
+    voice: "Voice", speak: "Speak", asked: Asked, folder: Path, compression: float
+) -> list[Chunk]:
     """Let one voice say everything asked, and write its sound."""
     chunks: list[Chunk] = []
     sounds, at = [], 0
@@ -144,7 +148,7 @@ def _spoken(voice: "Voice", speak: "Speak", asked: Asked, folder: Path) -> list[
     path = folder / f"{voice.name}.opus"
     sound = np.concatenate(sounds)
     soundfile.write(
-        path, sound, RATE_HZ, format="OGG", subtype="OPUS", compression_level=COMPRESSION
+        path, sound, RATE_HZ, format="OGG", subtype="OPUS", compression_level=compression
     )
     return chunks
 

@@ -37,7 +37,9 @@ PEAK = 1.5e-3
 PADDING_WEIGHT = 0.25
 DIGIT_WEIGHT = 3.0
 """Most other words follow from the one before; a digit must have been heard."""
-SEMANTIC, ACOUSTIC, WORDS = 2.0, 1.0, 0.5
+SEMANTIC, ACOUSTIC = 2.0, 1.0
+TEXT, CODES, HEARD = 2.0, 2.0, 1.0
+"""Of the three losses: a model that speaks well and hears badly is of no use."""
 AFTER_SPEECH = 12
 """Ticks after the desk's speech that count as its speech: they are where it stops."""
 SILENCE_SHARE = 0.25
@@ -60,9 +62,9 @@ class Size:
     frames: int = 500
     batch: int = 128
     ticks: int = 250
-    refresh: int = 50
+    refresh: int = 32
     """Steps between two chunks."""
-    fill: float = 0.12
+    fill: float = 0.08
     """Share of the run that may be spent on filling the pool before the first step."""
     capture: bool = True
     """Run steps as captured graphs, on a GPU."""
@@ -233,7 +235,7 @@ class Trainer:
         semantic, acoustic = books[0], books[1:].mean()
         many = SEMANTIC + ACOUSTIC * (CODEBOOKS - 1)
         code_loss = (SEMANTIC * semantic + ACOUSTIC * books[1:].sum()) / many
-        loss = text_loss + 2 * code_loss + WORDS * told
+        loss = TEXT * text_loss + CODES * code_loss + HEARD * told
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.speaker.parameters(), 1.0, foreach=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,13 +55,13 @@ class Mixer:
         self.device = device
         self.sound = torch.from_numpy(stage.bank.sound).to(device)
         chunks = stage.bank.index.chunks
-        labels = torch.zeros(len(stage.bank.sound) * LABEL_HZ // RATE_HZ + 2, dtype=torch.int64)
+        labels = np.zeros(len(stage.bank.sound) * LABEL_HZ // RATE_HZ + 2, np.int64)
         for chunk in chunks:
             for word, begins, until in word_times(chunk, chunk.start / RATE_HZ, 1.0):
                 first, last = round(begins * LABEL_HZ), round(until * LABEL_HZ)
                 for step in range(first, last):
                     labels[step] = stage.labels.at(word, (step + 0.5 - first) / (last - first))
-        self.labels = labels.to(device)
+        self.labels = torch.from_numpy(labels).to(device)
         desk = [c for c in chunks if c.voice == stage.bank.index.desk]
         others = [c for c in chunks if c.voice != stage.bank.index.desk]
         self.tables = [

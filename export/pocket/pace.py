@@ -33,7 +33,7 @@ class Pace:
         return min(1.0, self.spent_s() / self.seconds)
 
 
-def rate_at(share: float, steps: int, peak: float, warm_up: int = 200, cool: float = 0.35) -> float:
+def rate_at(share: float, steps: int, peak: float, warm_up: int = 200, cool: float = 0.45) -> float:
     """The learning rate: up over the first steps, level, down to a fiftieth in the last share."""
     level = min(1.0, (steps + 1) / warm_up)
     if share > 1 - cool:

@@ -3,10 +3,10 @@
 A call of some frames becomes a `Call`: places of the bank's chunks on two channels, the desk's
 text per frame, and for every frame the part of a word each side is in the middle of. The desk
 
-- greets, and answers a turn 0.24 s after it, a number 0.36 s after its last digit;
+- greets, and answers a turn 0.22 s after it, a number 0.285 s after its last digit;
 - waits through pauses after lead-ins and fillers, and says "mm-hmm" in some, over which callers may
   go on; a pause inside a number is shorter than its answer's gap;
-- stops a quarter of a second after a caller who interrupts, and speaks on through "mm-hmm";
+- stops a sixth of a second after a caller who interrupts, and speaks on through "mm-hmm";
 - asks after five seconds of silence; ignores background speech and its own echo.
 
 Everything is heard about 0.2 s later than it is written here: a frame must be whole before the
@@ -30,9 +30,10 @@ RATE_HZ = 24_000
 FRAME = 1_920
 DESK, CALLER = 0, 1
 
-ANSWER_S, ANSWER_NUMBER_S, SPREAD_S = 0.24, 0.36, 0.03
-REACTION_S = (0.20, 0.27)
-"""From a caller's interruption to the desk's silence."""
+ANSWER_S, ANSWER_NUMBER_S, SPREAD_S = 0.22, 0.285, 0.02
+"""Heard through a box, 0.20 to 0.22 s more: a number's answer begins within half a second."""
+REACTION_S = (0.12, 0.20)
+"""From a caller's interruption to the desk's silence; heard through a box, 0.16 s more."""
 INSIDE_S = (-0.03, 0.14)
 """Between two chunks of one breath; below zero they run into each other, as words do."""
 PAUSE_IN_NUMBER_S = (0.14, 0.26)

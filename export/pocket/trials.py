@@ -20,7 +20,6 @@ import numpy.typing as npt
 from export.pocket.script import (
     CALLER,
     FRAME,
-    PAUSE_IN_NUMBER_S,
     RATE_HZ,
     Call,
     Line,
@@ -34,6 +33,8 @@ Sound = npt.NDArray[np.float32]
 FRAME_S = FRAME / RATE_HZ
 RATES = (0.88, 1.13)
 """Of voices; narrower than what training hears, and the same whatever training becomes."""
+PAUSE_IN_NUMBER_S = (0.14, 0.26)
+"""Inside a number, in a call with pauses; before the number they are longer."""
 ANSWERED_S = 0.40
 """After a number, in an interrupted call: about when the answer has begun."""
 FIRST_S = 3.6

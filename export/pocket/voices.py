@@ -30,6 +30,7 @@ import numpy.typing as npt
 import soxr
 
 from export.pocket.bank import RATE_HZ, Cast
+from export.pocket.variants import data_folder
 from export.pocket.world import Group
 
 Audio = npt.NDArray[np.float32]
@@ -52,13 +53,17 @@ VARIANTS = (
 HELD_VARIANTS = frozenset("f2 m3 Alicia Gene adam linda paul steph".split())
 MORE_VARIANTS = "Henrique iven3 iven4 klatt3 klatt4 AnxiousAndy whisperf croak".split()
 TUNING_VARIANTS = "m8 Marco announcer aunty edward2 gustave iven2 steph2".split()
+DRAWN = tuple(f"drawn{n}" for n in range(64))
+"""Variants of espeak-ng's that `variants` makes up."""
 FLITE = ("slt", "awb", "kal16")
+FLITE_PITCHED = (("0.8", "0.85"), ("1.25", "1.0"))
+"""Pitch and length of more speakers from the same recordings; pitch alone, formants stay."""
+FLITE_HZ = 105
+"""Pitch of the voice `kal16`."""
 HELD_FLITE = "rms"
 HELD = Group.HELD_OUT
 KOKORO: tuple[tuple[str, ...], ...] = (
-    *(("jf_alpha",), ("jf_gongitsune",), ("jm_kumo",)),
-    *(("jf_alpha", "jm_kumo"), ("jf_gongitsune", "jm_kumo"), ("jf_alpha", "jf_gongitsune")),
-    ("jm_kumo", "jm_kumo", "jf_gongitsune"),
+    *(("jf_alpha",), ("jf_gongitsune",), ("jm_kumo",), ("jf_alpha", "jm_kumo")),
 )
 """Speakers of Kokoro-82M, Japanese with an accent in English; several are mixed into a new one."""
 TUNING_KOKORO: tuple[tuple[str, ...], ...] = (("jf_nezumi",), ("jf_tebukuro",))
@@ -107,6 +112,12 @@ def callers(seed: int) -> list[Voice]:
         group = Group.TRAINING if n < len(KOKORO) else Group.TUNING
         speed = ("0.9", "1.0", "1.12")[n % 3]
         found.append(Voice(f"kokoro-{n}", "kokoro", (speed, *speakers), group))
+    for name in FLITE:
+        for pitch, slow in FLITE_PITCHED:
+            found.append(Voice(f"flite-{name}-{slow}-{pitch}", "flite", (name, slow, pitch)))
+    for n, name in enumerate(DRAWN):
+        settings = (f"{ACCENTS[n % len(ACCENTS)]}+{name}", str(rng.randint(125, 200)), "50")
+        found.append(Voice(f"espeak-{name}", "espeak", settings))
     return found
 
 
@@ -126,15 +137,21 @@ def speak(voice: Voice, text: str) -> Spoken:
 
 def _espeak(voice: Voice, text: str) -> Spoken:
     name, speed, pitch = voice.settings
-    command = ["espeak-ng", "-v", name, "-s", speed, "-p", pitch, "--stdout", text]
+    path = [f"--path={data_folder(DRAWN)}"] if name.endswith(DRAWN) else []
+    command = ["espeak-ng", *path, "-v", name, "-s", speed, "-p", pitch, "--stdout", text]
     ran = subprocess.run(command, check=True, capture_output=True)
     return Spoken(_read(ran.stdout)[0])
 
 
 def _flite(voice: Voice, text: str) -> Spoken:
-    name, stretch = voice.settings
-    command = ["flite", "-voice", name, "--setf", f"duration_stretch={stretch}", "-t", text]
-    ran = subprocess.run([*command, "-o", "/dev/stdout"], check=True, capture_output=True)
+    name, stretch, *pitch = voice.settings
+    command = ["flite", "-voice", name, "--setf", f"duration_stretch={stretch}"]
+    for share in pitch:  # flite's two kinds of voices have two names for it
+        command += ["--setf", f"f0_shift={share}"]
+        command += ["--setf", f"int_f0_target_mean={float(share) * FLITE_HZ:.0f}"]
+    ran = subprocess.run(
+        [*command, "-t", text, "-o", "/dev/stdout"], check=True, capture_output=True
+    )
     return Spoken(_read(ran.stdout)[0])
 
 
