@@ -47,7 +47,7 @@ HOLE_S = 0.25
 """A shorter silence lies inside speech."""
 QUIET = Line(telephone=False, noise=0.001, echo=0.0, echo_after=0)
 """The room of every trial; a telephone is whoever runs it, with the box's own resampler."""
-KINDS = ("number", "name", "stop", "pause", "silence")
+KINDS = ("number", "name", "stop", "listener", "pause", "silence")
 
 
 @dataclass
@@ -78,6 +78,8 @@ class Verdict:
     spoke_in_pause: bool | None = None
     hummed: bool = False
     """It said "mm-hmm" in a pause."""
+    went_on: bool | None = None
+    """It said its question to the end, though a caller who listens said "mm-hmm" meanwhile."""
     words: str = ""
 
 
@@ -120,9 +122,10 @@ def _trial(scene: Scene, kind: str, digits: int) -> Trial:
                     trial.pauses.append((at, until))
                 at = until
         trial.ends_s = at
-        if kind == "stop":
+        if kind in ("stop", "listener"):
             trial.interrupts_s = at + ANSWERED_S + 0.15 * digits + rng.uniform(0.5, 0.9)
-            scene.say(CALLER, scene.pick(Kind.STOP), trial.interrupts_s)
+            says = Kind.STOP if kind == "stop" else Kind.BACKCHANNEL
+            scene.say(CALLER, scene.pick(says), trial.interrupts_s)
     scene.finish()
     return trial
 
@@ -171,6 +174,9 @@ def judge(trial: Trial, sound: Sound, text: Sequence[int], delay_s: float = FRAM
     gap = starts[0] - trial.ends_s if starts else None
     if trial.kind == "stop":
         return Verdict(stop_s=_stop(heard, trial.interrupts_s), words=spoken)
+    if trial.kind == "listener":
+        spoke = _stop(heard, trial.interrupts_s) is not None
+        return Verdict(went_on="right" in after if spoke else None, words=spoken)
     if trial.kind == "pause":
         inside = [w for at, w in words if any(a < at < b for a, b in trial.pauses)]
         spoke = any(word != "mm-hmm" for word in inside)
@@ -217,6 +223,8 @@ def summary(verdicts: Sequence[tuple[Trial, Verdict]]) -> dict[str, float]:
     found["spoke when interrupted"] = len(stops) / max(1, len(of("stop")))
     found["stopped in 0.4 s"] = _share([s <= 0.4 for s in stops])
     found["stop median s"] = float(np.median(stops)) if stops else float("nan")
+    went_on = [v.went_on for v in of("listener") if v.went_on is not None]
+    found["went on over mm-hmm"] = _share(went_on)
     found["spoke in a pause"] = _share([v.spoke_in_pause is True for v in of("pause")])
     found["hummed in a pause"] = _share([v.hummed for v in of("pause")])
     found["spoke into silence"] = _share([v.spoke_in_pause is True for v in of("silence")])

@@ -66,6 +66,18 @@ def test_a_stop_is_timed_from_the_interruption() -> None:
     assert silent.stop_s is None
 
 
+def test_a_caller_who_listens_is_no_interruption() -> None:
+    trial = asked("listener")
+    at = trial.interrupts_s
+    sound = spoken((at - 1, at + 1))
+    went_on = trials.judge(trial, sound, written(at - 0.5, *trial.said, "is", "that", "right"))
+    assert went_on.went_on is True
+    fell_silent = trials.judge(trial, spoken((at - 1, at + 0.2)), written(at - 0.5, *trial.said))
+    assert fell_silent.went_on is False
+    found = trials.summary([(trial, went_on), (trial, fell_silent)])
+    assert found["went on over mm-hmm"] == 0.5
+
+
 def test_words_in_a_pause_count_and_a_hum_does_not() -> None:
     trial = asked("pause")
     begins, ends = trial.pauses[0]
