@@ -363,6 +363,7 @@ class ControlClient:
     welcome: Welcome
 
     def __init__(self, connection: socket.socket, welcome: Welcome) -> None:
+        connection.setblocking(False)
         self._socket = connection
         self.welcome = welcome
 
@@ -396,7 +397,6 @@ class ControlClient:
         except (BoxGone, ControlError):
             connection.close()
             raise
-        connection.setblocking(False)
         return cls(connection, welcome)
 
     def fileno(self) -> int:
@@ -426,7 +426,7 @@ class ControlClient:
         Raises `BoxGone` when the box has closed the connection, `ControlError` when it sent
         something that is no message.
         """
-        if not select.select([self._socket], [], [], timeout_s)[0]:
+        if timeout_s != 0 and not self._wait(timeout_s):
             return None
         try:
             raw = self._socket.recv(LIMIT_BYTES)
@@ -437,6 +437,12 @@ class ControlClient:
         if not raw:
             raise BoxGone("the box closed the connection; its log says why")
         return decode_from_box(raw)
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Whether there is something within that time; to a millisecond."""
+        poll = select.poll()  # `select` takes no descriptor above 1023, and a line may have more
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     def close(self) -> None:
         """Say goodbye by closing; calls still open are then lost."""

@@ -159,8 +159,9 @@ class Boxes:
             timeout_s = min(timeout_s, max(0, until_ns - self._clock.now_ns()) / 1e9)
         if self._news:
             timeout_s = 0
-        ready, _, _ = select.select(list(self._clients.values()), [], [], timeout_s)
-        for box in [box for box, client in self._clients.items() if client in ready]:
+        if timeout_s > 0:  # to a microsecond: a frame may be due. Such lines have few descriptors
+            select.select(list(self._clients.values()), [], [], timeout_s)
+        for box in list(self._clients):
             self._read(box)
         now_ns = self._clock.now_ns()
         for placing in list(self._placing.values()):
@@ -223,7 +224,9 @@ class Boxes:
     # --- what boxes say
 
     def _read(self, box: int) -> None:
-        client = self._clients[box]
+        client = self._clients.get(box)
+        if client is None:
+            return  # lost in this very turn, by what was sent to it
         try:
             while (message := client.receive()) is not None:
                 self._hear(box, message)

@@ -1,5 +1,7 @@
 """Control messages: bytes and back, and what is not one."""
 
+import os
+import resource
 import socket
 from pathlib import Path
 
@@ -96,6 +98,25 @@ def test_a_box_that_goes_away_is_told_from_one_that_is_silent(tmp_path: Path) ->
         with pytest.raises(BoxGone):
             client.send(control.Status(1))
         client.close()
+
+
+def test_a_line_with_a_thousand_connections_hears_its_box(tmp_path: Path) -> None:
+    high, limits = 1100, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[0] <= high:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (high + 1, limits[1]))
+    box, line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        low = line.detach()
+        os.dup2(low, high)
+        os.close(low)
+        client = ControlClient(socket.socket(fileno=high), WELCOME)
+        assert client.receive(0.01) is None
+        box.send(control.encode(control.Gone(4, "left")))
+        assert client.receive(1.0) == control.Gone(4, "left")
+        client.close()
+    finally:
+        box.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_box_of_another_version_is_refused(tmp_path: Path) -> None:
