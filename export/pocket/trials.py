@@ -180,7 +180,7 @@ def judge(trial: Trial, sound: Sound, text: Sequence[int], delay_s: float = FRAM
     if trial.kind == "pause":
         inside = [w for at, w in words if any(a < at < b for a, b in trial.pauses)]
         spoke = any(word != "mm-hmm" for word in inside)
-        return Verdict(right, gap, None, spoke, "mm-hmm" in inside, spoken)
+        return Verdict(right, gap, None, spoke, "mm-hmm" in inside, words=spoken)
     return Verdict(right, gap, words=spoken)
 
 
