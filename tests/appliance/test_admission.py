@@ -197,6 +197,14 @@ def test_a_fill_bound_lies_within_what_is_possible(sessions: int, lengths: list[
     assert bound <= fill_bound(sessions + 1, 10**11, lengths)
 
 
+def test_the_fill_bound_of_calls_of_one_length_is_the_textbooks() -> None:
+    # Ages are uniform: up to full retention so are fills; of twice as long calls half are full.
+    for times, mean, variance in ((1, 1 / 2, 1 / 12), (2, 3 / 4, (1 / 3 + 1) / 2 - 9 / 16)):
+        bound = fill_bound(100, NS_PER_S, [times * NS_PER_S])
+        assert bound == pytest.approx(100 * mean + 3.0902 * 10 * variance**0.5)
+    assert fill_bound(7, 0, [NS_PER_S]) == 7  # a model without memory is full at once
+
+
 def test_the_fill_bound_is_what_a_simulation_of_calls_exceeds_once_in_a_thousand() -> None:
     rng = np.random.default_rng(7)
     full, lengths = 240.0, (30.0, 120.0, 600.0)

@@ -1,7 +1,10 @@
 """Gate, forecast and shedding over a tick loop on a fake clock."""
 
 import itertools
+import logging
 from pathlib import Path
+
+import pytest
 
 from appliance.admission import Reason
 from appliance.calibration import Recalibration
@@ -9,6 +12,8 @@ from appliance.clock import NS_PER_MS as MS
 from appliance.clock import NS_PER_S
 from appliance.config import AdmissionConfig
 from appliance.foresight import AGED_NS, Foresight
+from appliance.seat import Depart
+from appliance.session import Event
 from appliance.step_model import ENOUGH_TICKS, StepSamples
 from tests.appliance.test_tick_loop import Desk
 
@@ -41,6 +46,9 @@ def test_admission_stops_before_anybody_is_late_and_resumes_when_it_is_calm(tmp_
         for _ in range(40):
             turn(desk, sight)
             opened.append(sight.headroom(1, ready=True, draining=False).gate_open)
+            sight.look_at_time = False  # a certificate's search wants to see them late
+            assert sight.headroom(1, ready=True, draining=False).gate_open
+            sight.look_at_time = True
         assert desk.loop.counts.late == 0
         closed = [n for n, is_open in enumerate(opened) if not is_open]
         assert closed[0] == 13  # 10 + 65 ms of 80: the first margin below 8 ms
@@ -65,6 +73,29 @@ def test_the_forecast_learns_from_live_ticks(tmp_path: Path) -> None:
         assert room.forecast.tick_ns(1) == 38 * MS
         assert room.limit is Reason.TIME  # 2 sessions are forecast from 1: more than 38 ms
         assert sight.headroom(1, ready=False, draining=False).forecast is None
+    finally:
+        desk.close()
+
+
+def test_the_forecast_knows_how_old_the_live_sessions_are(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    try:
+        full = desk.executor.bundle.manifest.ticks_until_full()
+        desk.work_ns = {n: 10 * MS for n in range(200)}
+        sight = foresight(desk)
+        callers = [desk.caller() for _ in range(2)]
+        for age in (20, 21):
+            turn(desk, sight, 20 if age == 20 else 1)
+            forecast = sight.forecast()
+            assert forecast is not None
+            assert forecast.fill_now == pytest.approx(2 * age / full, abs=0.001)
+        for caller in callers:
+            desk.loop.inbox.append(Depart(caller.session, Event.LEAVE))
+        desk.tick()
+        sight.look(desk.clock.now_ns())
+        forecast = sight.forecast()
+        assert forecast is not None
+        assert forecast.fill_now == 0
     finally:
         desk.close()
 
@@ -110,10 +141,16 @@ def test_one_stall_sheds_nobody(tmp_path: Path) -> None:
         desk.close()
 
 
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """What the log says of steps that have become slower or faster."""
+    return [(r.levelname, r.message) for r in caplog.records if "calibrated" in r.message]
+
+
 def test_an_idle_box_times_its_steps_again_when_they_are_old_or_the_machine_has_changed(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     desk, samples = Desk(tmp_path), StepSamples()
+    caplog.set_level(logging.INFO)
     try:
         idle = desk.loop.idle = Recalibration(desk.executor, desk.clock)
         for batch in (1, 2, 4):
@@ -146,6 +183,7 @@ def test_an_idle_box_times_its_steps_again_when_they_are_old_or_the_machine_has_
         slow = sight.forecast()
         assert slow is not None
         assert slow.tick_ns(4) >= 20 * MS
+        assert told(caplog) == [("WARNING", "steps take 2.00 times what was calibrated")]
         look(1)
         assert idle.asked
         idle.asked, idle.done = False, [(batch, 0.0, 10 * MS) for batch in (1, 2, 4)] * 8
@@ -153,6 +191,7 @@ def test_an_idle_box_times_its_steps_again_when_they_are_old_or_the_machine_has_
         forecast = sight.forecast()
         assert forecast is not None
         assert forecast.tick_ns(4) == 10 * MS
+        assert told(caplog)[1:] == [("INFO", "steps take 1.00 times what was calibrated")]
     finally:
         desk.close()
 

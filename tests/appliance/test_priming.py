@@ -148,6 +148,25 @@ def test_a_primed_session_waits_for_its_caller_and_goes_live_at_a_boundary(desk:
     assert (record["index"], record["slot"], record["batch"]) == (0, 0, 1)
 
 
+def test_a_primed_session_is_as_old_as_its_prompt_and_its_call(desk: Desk) -> None:
+    full = desk.loop.full_frames
+    caller = desk.caller(desk.job(9))
+    desk.tick(5, speak=False)
+    caller.speak()
+    desk.tick(3)
+    fills = [desk.loop.steps_seen.rows[n, 1] for n in range(desk.loop.steps_seen.written)]
+    assert fills == [(9 + age) * 1000 // full for age in (1, 2, 3)]
+
+
+def test_every_kind_of_piece_is_timed_before_anybody_is_let_in(desk: Desk) -> None:
+    assert {kind for kind, _ in desk.desk.costs.of} == set(Kind)
+    assert desk.desk.costs.expect(Kind.FEED, 8) == 9 * MS
+    assert desk.desk.costs.expect(Kind.OPEN) > 0
+    desk.caller(desk.job(30))
+    desk.tick(5, speak=False)
+    assert desk.desk.counts.longest_ns == 17 * MS  # the largest that fits in a prompt of 30: 16
+
+
 def test_sessions_being_primed_make_way_for_those_who_talk(desk: Desk) -> None:
     jobs = [desk.job(30, 1000 * n) for n in (1, 2, 3)]
     callers = [desk.caller(job) for job in jobs]

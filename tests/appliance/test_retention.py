@@ -69,8 +69,10 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / NAMES[0]).write_bytes(bytes(10))
     (tmp_path / "notes.txt").write_bytes(bytes(10))
     (tmp_path / "folder.call").mkdir()
+    (tmp_path / "link.call").symlink_to(tmp_path / "notes.txt")
     assert remove(tmp_path, Keep(bytes=1), (), BelievedTime(), 0, 0) == [NAMES[0]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.call", "notes.txt"]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["folder.call", "link.call", "notes.txt"]
 
 
 def test_a_disk_that_must_have_room_left_takes_the_oldest(
