@@ -10,6 +10,7 @@ from appliance.calibration import (
     LEAST_STEPS,
     RECALIBRATE_STEPS,
     SETTLE_STEPS,
+    WARM_STEPS,
     Recalibration,
     calibrate,
     calibration_batches,
@@ -108,6 +109,12 @@ def test_an_engine_that_cannot_age_is_timed_young(
     assert model is not None
     assert model.largest_fill == 0
     assert "cannot be timed at full retention" in caplog.text
+
+
+def test_every_batch_runs_a_few_times_before_anything_is_timed(tmp_path: Path) -> None:
+    ran: list[int] = []
+    warm_up(FakeExecutor(make_bundle(tmp_path, 3), 3, ran.append), lambda: False)
+    assert ran == [batch for batch in (1, 2, 3) for _ in range(WARM_STEPS)]
 
 
 def test_a_box_told_to_stop_calibrates_no_further(tmp_path: Path) -> None:

@@ -137,6 +137,25 @@ def test_a_late_tick_does_not_move_the_ones_after_it(desk: Desk) -> None:
     assert (desk.loop.counts.late, desk.loop.counts.missed) == (1, 0)
 
 
+def test_late_and_slow_steps_are_counted_while_they_last(desk: Desk) -> None:
+    desk.work_ns = {0: 80 * MS, 1: 120 * MS, 2: 70 * MS, 3: 70 * MS}
+    desk.caller().speak()
+    runs = []
+    for _ in range(5):
+        desk.tick()
+        runs.append((desk.loop.counts.late_run, desk.loop.counts.slow_run))
+    # A whole period is neither; after the slow step two fast ones are late by what it left.
+    assert runs == [(0, 0), (1, 1), (2, 0), (3, 0), (0, 0)]
+    assert desk.loop.counts.late == 3
+
+
+def test_it_beats_no_more_often_than_it_is_told(desk: Desk) -> None:
+    beats: list[int] = []
+    desk.loop.beat, desk.loop.beat_ticks = lambda: beats.append(desk.due), 3
+    desk.tick(8)
+    assert beats == [0, 3, 6]
+
+
 def test_a_missing_frame_is_concealed_and_recorded_not_waited_for(desk: Desk) -> None:
     caller = desk.caller()
     caller.speak()
