@@ -62,6 +62,11 @@ class Arrive:
 
     seat: Seat
 
+    @property
+    def job(self) -> Job | None:
+        """Its prompt, to be fed first."""
+        return self.seat.job
+
 
 @dataclass(frozen=True, slots=True)
 class Depart:

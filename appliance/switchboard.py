@@ -418,7 +418,8 @@ class Switchboard:
 
     def _give_up_on_silent_lines(self, now_ns: int) -> None:
         for session, call in list(self._calls.items()):
-            job = call.seat.job if session in self._pending else None
+            pending = self._pending.get(session)
+            job = None if pending is None else pending.job
             if job is not None and now_ns > job.until_ns:  # the disk does not answer
                 self._depart(call, Event.TIMEOUT)
             if call.session.state is State.DRAINING and now_ns > call.settle_until_ns:

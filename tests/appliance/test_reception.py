@@ -288,6 +288,36 @@ def test_a_call_with_a_persona_is_reset_to_it(talking: Talking) -> None:
     assert np.flatnonzero(flags & ledger.Flag.RESET).tolist() == [said.frame_index]
 
 
+def test_a_long_call_is_reset_however_long_the_disk_takes_to_look_for_its_prompt(
+    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, read = threading.Event(), snapshots.read
+
+    def read_when_told(*given: Any) -> snapshots.Snapshot:
+        assert turns.wait(DEADLINE_S)
+        return read(*given)
+
+    monkeypatch.setattr(snapshots, "read", read_when_told)
+    turns.set()
+    talking = Talking(tmp_path, socket)
+    admitted = talking.ask("alto", "Be kind")
+    assert isinstance(admitted, control.Admitted)
+    channel = Channel.attach(admitted.channel)
+    assert channel.uplink.put(UplinkHeader(0, 0, 1), np.zeros(1920, np.float32))
+    (call,) = talking.box.switchboard._calls.values()
+    talking.wait_for(lambda: call.session.state is State.LIVE)
+    assert call.seat.job is not None
+    call.seat.job.until_ns = 0  # its own prompt had to be fed by then, long ago
+    turns.clear()
+    talking.client.send(control.Reset(9, admitted.session))
+    assert talking.client.receive(0.3) is None
+    turns.set()
+    said = talking.next()
+    assert isinstance(said, control.WasReset), said
+    channel.close()
+    talking.stop()
+
+
 def test_a_line_that_vanishes_while_its_persona_is_fed_leaves_nothing(
     tmp_path: Path, socket: Path
 ) -> None:
