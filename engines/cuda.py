@@ -18,6 +18,9 @@ from typing import Any, NewType
 
 DevicePtr = NewType("DevicePtr", int)
 
+DEFAULT_STREAM = 0
+"""Where the driver's calls without a stream are ordered."""
+
 _driver: Any = None
 
 
@@ -300,19 +303,31 @@ def release(pointer: DevicePtr) -> None:
 
 
 def fill_bytes(pointer: DevicePtr, value: int, nbytes: int) -> None:
-    """Set every byte to ``value``; ordered on the default stream, so synchronise before use."""
+    """Set every byte to ``value`` and wait for it."""
     call("cuMemsetD8", pointer, value, nbytes)
+    _arrive()
 
 
 def write_device(pointer: DevicePtr, source: bytes | bytearray) -> None:
     """Copy host bytes to the device and wait for it."""
     raw = (ctypes.c_char * len(source)).from_buffer_copy(source)
-    call("cuMemcpyHtoD", pointer, ctypes.addressof(raw), len(source))
+    write_device_from(pointer, ctypes.addressof(raw), len(source))
 
 
 def write_device_from(pointer: DevicePtr, address: int, nbytes: int) -> None:
     """Copy host bytes at ``address`` to the device and wait for it."""
     call("cuMemcpyHtoD", pointer, address, nbytes)
+    _arrive()
+
+
+def _arrive() -> None:
+    """Wait for what the default stream was given.
+
+    A copy from pageable memory returns when the driver has taken the bytes, not when they are on
+    the device, and our streams do not wait for the default one. Beside other work on the same GPU
+    a launch was seen to read what had been there before.
+    """
+    call("cuStreamSynchronize", DEFAULT_STREAM)
 
 
 def read_device(pointer: DevicePtr, nbytes: int) -> bytearray:

@@ -1,9 +1,10 @@
 """Enough of a CUDA driver, on host memory, to run `CudaExecutor` eagerly without a GPU.
 
-Device memory is numpy arrays, copies happen at once, kernels are their numpy twins, and ONNX
-Runtime runs on the CPU. Pages without memory read as zeros, because its attention reads all of a
-ring; mapping one that was written to is an error. What this cannot show is
-everything about graphs, streams and speed; tests marked `gpu` do.
+Device memory is numpy arrays, kernels are their numpy twins, and ONNX Runtime runs on the CPU. What
+a stream is given happens at once. What the default stream is given happens as late as a driver
+may leave it: when somebody waits for that stream, or reads on it. Pages without memory read as
+zeros, because its attention reads all of a ring; mapping one that was written to is an error. What
+this cannot show is everything else about graphs, streams and speed; tests marked `gpu` do.
 """
 
 import ctypes
@@ -72,6 +73,8 @@ class FakeDriver:
         self.gpus = 2
         self.foreign_bytes = 0
         """Taken by another process."""
+        self._default: list[tuple[int, bytes]] = []
+        """(address, bytes) on their way there."""
 
     def _take(self, nbytes: int, value: int) -> tuple[Any, ...]:
         array = np.full(nbytes + PAGE, value, np.uint8)
@@ -121,26 +124,42 @@ class FakeDriver:
         return Status.CUDA_SUCCESS, PAGE
 
     def cuMemsetD8(self, address: int, value: int, nbytes: int) -> tuple[Any, ...]:
-        bytes_at(address, nbytes)[:] = value
+        self._default.append((address, bytes([value]) * nbytes))
         return (Status.CUDA_SUCCESS,)
 
     def cuMemsetD8Async(self, address: int, value: int, nbytes: int, _: Any) -> tuple[Any, ...]:
-        return self.cuMemsetD8(address, value, nbytes)
+        bytes_at(address, nbytes)[:] = value
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemcpyHtoD(self, target: int, source: int, nbytes: int) -> tuple[Any, ...]:
+        self._default.append((target, ctypes.string_at(source, nbytes)))
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoH(self, target: int, source: int, nbytes: int) -> tuple[Any, ...]:
+        self._arrive()
+        return self._copy(target, source, nbytes)
+
+    def _arrive(self) -> None:
+        for address, raw in self._default:
+            ctypes.memmove(int(address), raw, len(raw))
+        self._default.clear()
 
     def _copy(self, target: int, source: int, nbytes: int, *_: Any) -> tuple[Any, ...]:
         ctypes.memmove(int(target), int(source), nbytes)
         return (Status.CUDA_SUCCESS,)
 
-    cuMemcpyHtoD = cuMemcpyDtoH = cuMemcpyDtoDAsync = _copy
-    cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = _copy
+    cuMemcpyDtoDAsync = cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = _copy
 
     def cuStreamCreate(self, _: int) -> tuple[Any, ...]:
         return Status.CUDA_SUCCESS, 1
 
-    def cuStreamSynchronize(self, _: Any) -> tuple[Any, ...]:
+    def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
+        if stream == cuda.DEFAULT_STREAM:
+            self._arrive()
         return (Status.CUDA_SUCCESS,)
 
-    cuStreamDestroy = cuStreamSynchronize
+    def cuStreamDestroy(self, _: int) -> tuple[Any, ...]:
+        return (Status.CUDA_SUCCESS,)
 
     def cuDriverGetVersion(self) -> tuple[Any, ...]:
         return Status.CUDA_SUCCESS, self.version
@@ -159,7 +178,11 @@ class FakeDriver:
     def cuCtxSetCurrent(self, *_: int) -> tuple[Any, ...]:
         return (Status.CUDA_SUCCESS,)
 
-    cuCtxSynchronize = cuDevicePrimaryCtxRelease = cuCtxSetCurrent
+    cuDevicePrimaryCtxRelease = cuCtxSetCurrent
+
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        self._arrive()
+        return (Status.CUDA_SUCCESS,)
 
     def cuDeviceGetName(self, _: int, device: int) -> tuple[Any, ...]:
         return Status.CUDA_SUCCESS, f"Fake GPU {device}".encode()
