@@ -249,6 +249,16 @@ def test_static_allocation_maps_everything_once(layout: ArenaLayout) -> None:
     assert arena.counts.unmapped == 0
 
 
+def test_a_tick_maps_as_many_pages_as_it_takes_if_all_sessions_need_theirs_at_once() -> None:
+    layout = rings()
+    # 6 rows of 5 bytes fill a page of 32: 6 ticks; 4 rows of 7, two a tick: 2 ticks.
+    assert [family.growth_ticks for family in layout.families] == [6, 2]
+    assert [family.growth_pages for family in layout.families] == [3, 2]
+    memory = FaultyMemory(layout.growing_bytes)
+    assert Arena(layout, memory, ahead_ticks=32).pace == 6 * 3 // 6 + 6 * 2 // 2
+    assert Arena(layout, memory, ahead_ticks=1).pace == 6 * 3 + 6 * 2  # no tick to spare
+
+
 def test_a_full_device_is_known_before_a_session_suffers() -> None:
     layout = rings()
     memory = FaultyMemory(layout.growing_bytes, pages=26)
@@ -256,22 +266,24 @@ def test_a_full_device_is_known_before_a_session_suffers() -> None:
     sessions = Sessions(arena, memory)
     sessions.join()
     sessions.join()
-    short_at: list[int] = []
+    left: list[int] = []
 
     def run() -> None:
-        for tick in range(40):
+        for _ in range(40):
             sessions.tick()
-            if arena.is_short:
-                short_at.append(tick)
+            if (ticks := arena.short_in_ticks()) is not None:
+                left.append(ticks)
 
     with pytest.raises(OutOfPages):
         run()
-    assert arena.tick - short_at[0] >= 2
+    assert left == list(range(len(left) - 1, -1, -1))  # and then one suffers
+    assert len(left) >= 2
     sessions.leave(1)  # a hang-up gives its pages back, and the other goes on
     memory.pages = 30
     for _ in range(30):
         sessions.tick()
     assert not arena.is_short
+    assert arena.short_in_ticks() is None
 
 
 def test_moving_a_session_in_places_moves_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.clocks import ClockKind, NativeClock, Order
-from engines.layout import ALIGN_BYTES, NEVER, Family, plan_layout
+from engines.layout import ALIGN_BYTES, NEVER, Family, piece_rows, plan_layout
 from engines.program import Buffer, plan_program
 from tests.engines import toy
 
@@ -125,6 +125,12 @@ def test_a_place_has_memory_for_the_rows_of_all_its_rings(
         seen |= set(pages)
         later = [t for t in range(retain + 9) if ring.pages_at(place, t).stop > pages.stop]
         assert ring.grows_at(place, ticks) == (min(later) if later else NEVER)
+
+
+def test_a_piece_is_a_power_of_two_and_no_longer_than_its_ring_needs() -> None:
+    assert [piece_rows(retain) for retain in (1, 2, 3, 17, 64, 65, 3000)] == [
+        *(1, 2, 4, 32, 64, 64, 64),
+    ]
 
 
 def test_moshi_loses_less_than_a_piece_of_every_ring() -> None:
