@@ -40,20 +40,21 @@ class Guard:
             return ""  # browsers always say which host they mean
         if name == "localhost" or name.endswith(".localhost") or _is_address(name):
             return ""
-        shown = name[:LONGEST_SHOWN]
+        shown = _shown(name)
         return f"this line does not go by the name {shown}; if it should, start it with --host NAME"
 
     def refusal(self, headers: Mapping[str, str], given: str) -> tuple[int, str] | None:
         """Status and words for who may not use `/api/`. given: the token in the address."""
         origin = headers.get("Origin")
         if origin is not None and not may_call(origin, headers.get("Host", ""), self.origins):
-            shown = origin[:LONGEST_SHOWN]
-            return 403, f"pages of this origin may not call; allow it: --origin {shown}"
+            return 403, f"pages of this origin may not call; allow it: --origin {_shown(origin)}"
         if self.token:
             bearer = headers.get("Authorization", "")
             if bearer.startswith("Bearer "):
                 given = bearer.removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
+            # A header's bytes that are no UTF-8 come as surrogates.
+            known = given.encode(errors="surrogateescape")
+            if not hmac.compare_digest(known, self.token.encode()):
                 return 401, "a token is needed: ?token=..."
         return None
 
@@ -91,7 +92,10 @@ def may_call(origin: str, host: str, origins: frozenset[str]) -> bool:
     """Whether a page of ``origin`` may open a socket at ``host``: our own, or one allowed."""
     if ANY in origins or origin in origins:
         return True
-    return urlsplit(origin).netloc == host
+    try:
+        return urlsplit(origin).netloc == host
+    except ValueError:  # no browser's
+        return False
 
 
 def _name(host: str) -> str:
@@ -99,6 +103,11 @@ def _name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()
+
+
+def _shown(text: str) -> str:
+    """What a stranger wrote, short and of ASCII."""
+    return text[:LONGEST_SHOWN].encode("ascii", "backslashreplace").decode()
 
 
 def _is_address(name: str) -> bool:

@@ -18,7 +18,7 @@ from yarl import URL
 from appliance import control
 from appliance.lines.limits import Bucket
 from appliance.lines.tls import KEPT_IN
-from appliance.lines.web_door import may_call
+from appliance.lines.web_door import Guard, may_call
 from appliance.lines.web_server import Options
 from appliance.lines.websocket import (
     UsageError,
@@ -107,6 +107,21 @@ def test_origins() -> None:
     assert not may_call("null", "box:8998", frozenset())
     assert may_call("https://a.example", "box", frozenset({"https://a.example"}))
     assert may_call("https://a.example", "box", frozenset({"*"}))
+
+
+def test_headers_that_no_browser_sends_are_refused_like_others() -> None:
+    """Bytes that are no UTF-8 come as surrogates, which no answer can hold."""
+    guard, token = Guard("s3cret-s3cret-s3cret"), "\udcff"
+    for headers, given in (({"Authorization": f"Bearer {token}"}, ""), ({}, token)):
+        refused = guard.refusal(headers, given)
+        assert refused is not None
+        assert refused[0] == 401
+    for origin in ("http://[", "http://evil\udcff"):
+        refused = guard.refusal({"Origin": origin, "Host": "box"}, "s3cret-s3cret-s3cret")
+        assert refused is not None
+        assert refused[0] == 403
+        assert refused[1].encode()
+    assert guard.wrong_name({"Host": "evil\udcff"}).encode()
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
