@@ -81,17 +81,19 @@ class AudioSocketMedia:
     def __init__(self) -> None:
         self.in_hz = RATE_HZ
         self.is_open = True
-        self._came: list[bytes] = []
+        self._came = bytearray()
         self._queued = bytearray()
 
     def format(self) -> Format | None:
         return Format(RATE_HZ, len(self._queued) // 2) if self.is_open else None
 
     def read(self) -> NDArray[np.int16]:
-        if not self._came:
+        whole = len(self._came) // 2 * 2
+        if not whole:
             return NOTHING
-        came, self._came = b"".join(self._came), []
-        return np.frombuffer(came[: len(came) // 2 * 2], "<i2").astype(np.int16, copy=False)
+        came = bytes(self._came[:whole])
+        del self._came[:whole]
+        return np.frombuffer(came, "<i2").astype(np.int16, copy=False)
 
     def write(self, pcm: NDArray[np.int16]) -> int:
         room = max(0, (QUEUED_BYTES - len(self._queued)) // 2)
@@ -100,9 +102,9 @@ class AudioSocketMedia:
 
     def heard(self, payload: bytes) -> None:
         """Audio came. Beyond 2 s that nobody has read, the oldest is let go."""
-        self._came.append(payload)
-        while sum(map(len, self._came)) > QUEUED_BYTES:
-            self._came.pop(0)
+        self._came += payload
+        over = max(0, len(self._came) - QUEUED_BYTES)
+        del self._came[: over + over % 2]
 
     def packet(self) -> bytes:
         """The next 20 ms to send."""

@@ -90,6 +90,13 @@ def rate_of(audio: str) -> int:
     return rate_hz if 8_000 <= rate_hz <= 48_000 else 0
 
 
+def packet_bytes(text: str) -> int:
+    """The Asterisk's word for how long a packet is; 0: no such packet can be. Pure."""
+    if not text.isascii() or not text.isdecimal() or len(text) > len(str(LONGEST_BYTES)):
+        return 0
+    return int(text) if 2 <= int(text) <= LONGEST_BYTES else 0
+
+
 def _printable(text: str) -> str:
     """What somebody will read in a log or a list of calls."""
     return "".join(char for char in text[:200] if char.isprintable())
@@ -269,7 +276,7 @@ class ChanWebsocketStack:
         if said.kind != "MEDIA_START":
             return "it began with something else than MEDIA_START"
         audio, packet = said.fields.get("format", ""), said.fields.get("optimal_frame_size", "")
-        if not rate_of(audio) or not packet.isascii() or not packet.isdecimal() or int(packet) < 2:
+        if not rate_of(audio) or not packet_bytes(packet):
             self._unusable.say(
                 self._clock.now_ns(),
                 "a call in the format %.20s was hung up on; in the dialplan: %s",
@@ -280,7 +287,7 @@ class ChanWebsocketStack:
         call = _Call(as_json=first.data.startswith("{"))
         self._numbers += 1
         leg = self._numbers
-        media = WebsocketMedia(audio, int(packet), call.send, self._clock)
+        media = WebsocketMedia(audio, packet_bytes(packet), call.send, self._clock)
         self._calls[leg], self._media[leg] = call, media
         ours = said.fields.get("channel_id", "")
         self._hear(

@@ -58,10 +58,24 @@ def test_what_waits_is_bounded_and_silence_fills_a_packet(writes: list[int]) -> 
         media.heard(bytes(samples))
     assert 2 * taken <= QUEUED_BYTES
     assert media.read().size <= QUEUED_BYTES // 2
+    assert media.read().size == 0
     sent = b"".join(media.packet() for _ in range(QUEUED_BYTES // 320 + 1))
     heard = np.frombuffer(sent, "<i2")
     assert (heard == 7).sum() == taken
     assert not heard[taken:].any()
+
+
+def test_what_was_not_read_in_time_is_let_go_oldest_first_and_in_whole_samples() -> None:
+    media = AudioSocketMedia()
+    came = np.arange(QUEUED_BYTES, dtype="<i2").tobytes()
+    for at in range(0, len(came), 7):  # as a peer may cut it: in the middle of samples
+        media.heard(came[at : at + 7])
+    last = np.frombuffer(came, "<i2")[-QUEUED_BYTES // 2 :]
+    assert media.read().tolist() == last.tolist()
+    media.heard(b"\x01")
+    assert media.read().size == 0
+    media.heard(b"\x02")
+    assert media.read().tolist() == [0x0201]
 
 
 @contextmanager

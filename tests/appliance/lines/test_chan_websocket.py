@@ -240,7 +240,13 @@ def test_who_is_refused_or_is_no_asterisk_is_hung_up_on(tmp_path: Path) -> None:
             page = {"Origin": "http://evil.example"}
             with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
                 await session.ws_connect(url, headers=page)
-            for first in ("HELLO", START.replace("slin", "ulaw"), START.replace("320", "-1"), "{"):
+            for first in (
+                "HELLO",
+                START.replace("slin", "ulaw"),
+                START.replace("320", "-1"),
+                START.replace("320", "9" * 5000),
+                "{",
+            ):
                 async with session.ws_connect(url) as socket:
                     await socket.send_str(first)
                     assert (await socket.receive(5)).type is aiohttp.WSMsgType.CLOSE
