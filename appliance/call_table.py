@@ -79,7 +79,6 @@ MISSED, CONCEALED = Flag.MISSED.value, Flag.CONCEALED.value
 class Totals:
     """What a call adds up to while it goes on; the ledger's thread feeds it."""
 
-    due: int = 0
     missed: int = 0
     concealed: int = 0
     skipped: int = 0
@@ -90,7 +89,6 @@ class Totals:
 
     def add_tick(self, flags: int, skipped: int, margin_ns: int, misses: int) -> None:
         """One record of this call, `ledger.TICK`."""
-        self.due += 1
         self.missed += bool(flags & MISSED)
         self.concealed += bool(flags & CONCEALED)
         self.skipped += skipped

@@ -59,6 +59,9 @@ def put(value: object, *keys: str | int) -> Edit:
     return change
 
 
+GOLDEN = {"stage": "hear", "file": "pieces.json", "ages": [0, 7], "seed": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -95,6 +98,15 @@ def put(value: object, *keys: str | int) -> Edit:
         (put([2**31], "text", "silent_ids"), "2147483648 is no text id"),
         (put(65_536, "largest_batch"), r"65536 is no batch \(1\.\.65535\)"),
         (put({"sha256": "0", "bytes": 1}, "files", "a\0b"), r"'a\\x00b' is no name of a file"),
+        (
+            put([GOLDEN | {"stage": "heart"}], "golden"),
+            r"golden\[0\].stage`: there is no stage heart",
+        ),
+        (put([GOLDEN | {"file": "g"}], "golden"), r"golden\[0\].file`: g is not among"),
+        (put([GOLDEN, GOLDEN | {"ages": []}], "golden"), r"golden\[1\].ages`: \[\] are no ages"),
+        (put([GOLDEN | {"ages": [0, -1]}], "golden"), r"golden\[0\].ages`: \[0, -1\] are no ages"),
+        (put("g", "golden_call"), "golden_call`: g is not among"),
+        (put("g", "cache_report"), "cache_report`: g is not among"),
     ],
 )
 def test_one_wrong_thing_is_refused_with_its_place(folder: Path, change: Edit, says: str) -> None:

@@ -65,6 +65,25 @@ def test_three_sessions_of_different_ages_follow_the_reference(executor: OrtExec
         assert executor.valid[:batch].tolist() == [age > 0 for age in ages]
 
 
+def test_a_tick_whose_parts_are_timed_is_the_same_tick(toy_bundle: Bundle) -> None:
+    plain, timed = OrtExecutor(toy_bundle, 2), OrtExecutor(toy_bundle, 2)
+    assert timed.stage_names() == ("hear", "noise", "speak")
+    times = iter(range(0, 1000, 10))
+    spent_ns = np.zeros(3, np.int64)
+    for executor in (plain, timed):
+        executor.join(0, {"sampling.gain": 1})
+    for _ in range(2 * toy.RETAIN):
+        plain.step(1)
+        timed.step_timed(1, lambda: next(times), spent_ns)
+        assert timed.audio_out[0].tobytes() == plain.audio_out[0].tobytes()
+        assert spent_ns.tolist() == [10, 10, 10]
+    timed.step_timed(0, lambda: next(times), spent_ns)  # nobody: nothing moves on
+    for _ in range(2):
+        plain.step(1)
+        timed.step(1)
+        assert timed.audio_out[0].tobytes() == plain.audio_out[0].tobytes()
+
+
 def test_leaving_and_joining_change_no_bit_of_the_others(toy_bundle: Bundle) -> None:
     rng = np.random.default_rng(1)
     speech = rng.normal(size=(30, toy.SAMPLES)).astype(np.float32)
