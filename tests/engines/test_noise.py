@@ -39,6 +39,17 @@ def test_noise_depends_on_seed_and_frame_and_not_on_the_batch() -> None:
     assert len({row.tobytes() for row in together}) == 4
 
 
+def test_which_word_a_candidate_gets_stays_as_it_is_or_old_calls_replay_otherwise() -> None:
+    seed, frame, candidates = (3 << 32) + 7, (5 << 32) + 11, 6  # two blocks of four a row
+    noise = draw([seed], [frame], 3, candidates)
+    for row in range(3):
+        for candidate in range(candidates):
+            counter = [2 * row + candidate // 4, 11, 5, 0]
+            words = philox(np.array(counter, np.uint64)[:, None], np.array([[7], [3]], np.uint64))
+            uniform = (int(words[candidate % 4, 0]) // 2**9 + 0.5) / 2**23
+            assert noise[0, row, candidate] == pytest.approx(-np.log(-np.log(uniform)), rel=1e-5)
+
+
 def test_every_candidate_gets_its_own_number_also_when_k_is_not_a_multiple_of_four() -> None:
     noise = draw([1], [0], rows=3, candidates=250)
     assert len(np.unique(noise)) == noise.size
