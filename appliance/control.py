@@ -41,6 +41,8 @@ LONGEST_VOICE = 64
 """Characters of a name."""
 LONGEST_TARGET = 200
 """Characters of an address to which somebody is transferred."""
+LONGEST_WHY = 200
+"""Characters of a reason: a line that sends more is cut off, so it cuts what it was told itself."""
 
 
 class BoxGone(ConnectionError):
@@ -86,7 +88,7 @@ class Leave(_Message, frozen=True):
     """The caller hung up without a LAST frame: step the session no more, then settle it."""
 
     session: int
-    why: Annotated[str, Meta(max_length=200)] = ""
+    why: Annotated[str, Meta(max_length=LONGEST_WHY)] = ""
 
 
 class Reset(_Message, frozen=True):
@@ -119,7 +121,7 @@ class Transferred(_Message, frozen=True):
     session: int
     is_done: bool
     """False: the caller still talks to the model."""
-    detail: Annotated[str, Meta(max_length=200)]
+    detail: Annotated[str, Meta(max_length=LONGEST_WHY)]
     """Where the caller went, or why not."""
 
 

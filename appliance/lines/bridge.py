@@ -98,6 +98,12 @@ def _config(args: argparse.Namespace, line: str) -> SipConfig:
         recording = SipRecording(folder=args.record, announce=args.announce)
     elif args.announce is not None:
         raise ValueError("--announce is for calls that are recorded: --record FOLDER")
+    for option, text, most in (
+        ("--persona", args.persona, control.LONGEST_PERSONA),
+        ("--voice", args.voice, control.LONGEST_VOICE),
+    ):
+        if len(text) > most:
+            raise ValueError(f"{option} has {len(text)} characters; {most} are allowed")
     for key in args.end_key:
         if len(key) != 1 or key not in KEYS:
             raise ValueError(f"--end-key {key}: expected one of {KEYS}")

@@ -432,7 +432,8 @@ class Call:
         self.state = State.LEAVING
         self._until_ns = now_ns + SETTLE_NS
         self._drop_rest(now_ns)
-        return [control.Leave(self._playout.session, trouble or "hung up")]
+        why = (trouble or "hung up")[: control.LONGEST_WHY]
+        return [control.Leave(self._playout.session, why)]
 
     def _drop_rest(self, now_ns: int) -> None:
         """Nothing more will be heard: receipts for what is in hand."""

@@ -404,7 +404,7 @@ class LocalCall:
         self.state = State.LEAVING
         self._until_ns = now_ns + SETTLE_NS
         self._drop_rest(now_ns)
-        self._to_box.append(control.Leave(self.session, trouble[:200]))
+        self._to_box.append(control.Leave(self.session, trouble[: control.LONGEST_WHY]))
 
     def _drop_rest(self, now_ns: int) -> None:
         """Nothing more will be heard: receipts for what is in hand."""

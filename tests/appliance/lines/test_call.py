@@ -363,10 +363,12 @@ def test_a_disk_that_is_full_ends_the_call_and_says_so(
     full = Path("/dev/full").open("wb")  # noqa: SIM115, the call closes it
     recording._reply._file.close()
     recording._reply._file = full
+    recording._reply.path = Path("out") / ("long/" * 60) / "x.reply.wav"
     for index in range(1, 20):
         box.reply(index)
     box.advance()
     messages = box.advance(20 * PERIOD_NS)
     assert len(messages) == 1
     assert isinstance(messages[0], control.Leave)
+    assert control.decode_to_box(control.encode(messages[0])) == messages[0]  # whoever else calls
     assert "x.reply.wav cannot be written: No space left on device" in box.call.trouble

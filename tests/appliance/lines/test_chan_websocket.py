@@ -274,6 +274,8 @@ def test_who_is_refused_or_is_no_asterisk_is_hung_up_on(tmp_path: Path) -> None:
         (["--announce", "a.wav"], "for calls that are recorded: --record FOLDER"),
         (["--listen", "10.0.0.5:9093"], "would answer whoever reaches it"),
         (["--allow", "10.0.0.1/24"], "has host bits set"),
+        (["--persona", "x" * 8001], "--persona has 8001 characters; 8000 are allowed"),
+        (["--voice", "x" * 65], "--voice has 65 characters; 64 are allowed"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_reason(
