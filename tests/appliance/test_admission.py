@@ -228,6 +228,12 @@ def test_the_gate_closes_before_anybody_is_late_and_opens_after_a_calm_stretch()
     assert gate.after(None, guard, calm, 2 * calm).is_open  # nobody is left: calm as can be
 
 
+def test_a_tick_that_ends_just_a_guard_before_its_deadline_holds() -> None:
+    # 10 + 15 n + 5 ms
+    assert forecast(guard_ms=5).most(9) == 4
+    assert [forecast(guard_ms=guard).holds(4) for guard in (5, 6)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("slow_run", "late_run", "since", "live", "chosen"),
     [
@@ -238,6 +244,7 @@ def test_the_gate_closes_before_anybody_is_late_and_opens_after_a_calm_stretch()
         (30, 30, 2, [4, 7], None),  # the cure has not had its time
         (30, 30, 3, [4, 7], 7),
         (0, 30, 11, [4, 7], None),
+        (0, 30, 12, [4, 7], 7),
         (30, 30, 100, [4], None),  # nobody would gain by it
         (30, 30, 100, [], None),
     ],

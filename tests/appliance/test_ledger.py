@@ -28,7 +28,7 @@ from appliance.ledger import (
     read_call,
     read_folder,
 )
-from appliance.ledger_writer import PENDING_LIMIT_BYTES, LedgerWriter
+from appliance.ledger_writer import LedgerWriter
 from appliance.record_ring import RecordRing
 from tests.fakes import PERIOD_NS, FakeClock
 
@@ -319,7 +319,28 @@ def test_a_disk_that_refuses_is_tried_again_and_tears_nothing(
     call = read_call(desk.path())
     assert call.ticks["index"].tolist() == [0, 1, 2]
     assert call.dropped_bytes == 0
-    assert PENDING_LIMIT_BYTES > RECORD_BYTES
+
+
+def test_a_disk_that_refuses_for_too_long_costs_records_and_the_call_says_how_many(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ledger_writer, "PENDING_LIMIT_BYTES", 10 * RECORD_BYTES)
+    desk.open()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        for index in range(25):
+            desk.tick(index, flags=Flag.MISSED.value)
+            desk.ledger.pump()
+    assert desk.ledger.records_dropped == 15
+    desk.tick(25, flags=Flag.MISSED.value)
+    desk.ledger.finish(1, due=26, why=Why.LEFT)
+    desk.ledger.pump()
+    call = read_call(desk.path())
+    assert call.ticks["index"].tolist() == [*range(10), 25]
+    assert (int(call.end["records_lost"]), call.dropped_bytes) == (15, 0)  # type: ignore[index]
 
 
 def test_a_file_that_cannot_be_made_yet_is_made_later_and_lacks_nothing(
@@ -471,3 +492,17 @@ def test_every_record_says_how_much_of_the_playout_buffer_was_left(desk: Desk) -
     desk.ledger.pump()
     left = read_call(desk.path()).ticks["buffer_us"].tolist()
     assert left == [ledger.BUFFER_UNKNOWN, 0, -5_000, -40_000]
+
+
+def test_a_frame_that_was_filled_says_nothing_of_the_playout_buffer(desk: Desk) -> None:
+    desk.open()
+    desk.tick(0)
+    desk.receipt(0, Outcome.FILLED)
+    desk.ledger.pump()
+    desk.tick(1)
+    desk.receipt(0)  # what was made came later all the same, and is not believed for it
+    desk.ledger.pump()
+    desk.tick(2)
+    desk.ledger.pump()
+    left = read_call(desk.path()).ticks["buffer_us"].tolist()
+    assert left == [ledger.BUFFER_UNKNOWN] * 3
