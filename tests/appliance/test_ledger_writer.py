@@ -76,6 +76,9 @@ def test_of_models_beside_the_voice_what_can_be_true_is_written_down(desk: Desk)
     desk.ledger.pump()
     fields = ["model", "index", "outcome", "value", "margin_ns", "age_ns"]
     assert read_call(desk.path()).side[fields].tolist() == [tuple(one) for one in (*true, last)]
+    desk.ledger.open(header(2, beside=models), desk.shared(2).receipts)
+    desk.ledger.pump()
+    assert [one.records for one in desk.ledger.side] == [2, 1]  # of all callers since the start
 
 
 def test_a_disk_that_refuses_for_too_long_costs_records_and_the_call_says_how_many(
