@@ -14,6 +14,7 @@ come, one per 80 ms, and whoever plays them keeps a small buffer.
 """
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -134,16 +135,17 @@ class WebClient:
             )
             call = cls(session, ws, codec, clock or MonotonicClock())
             await asyncio.wait_for(call._let_in(), ANSWER_S)
-        except CallError:
+        except BaseException as err:  # also when whoever waits for it gives up
             await session.close()
+            match err:
+                case CallError():
+                    raise
+                case WSServerHandshakeError():
+                    word = HTTP.get(err.status, "lost")
+                    raise CallError(word, f"the line answered {err.status}") from None
+                case ClientError() | TimeoutError() | OSError():
+                    raise CallError("lost", str(err)) from None
             raise
-        except WSServerHandshakeError as err:
-            await session.close()
-            word = HTTP.get(err.status, "lost")
-            raise CallError(word, f"the line answered {err.status}") from None
-        except (ClientError, TimeoutError, OSError) as err:
-            await session.close()
-            raise CallError("lost", str(err)) from None
         return call
 
     async def __aenter__(self) -> Self:
@@ -158,10 +160,14 @@ class WebClient:
         await self.hang_up()
 
     async def send(self, pcm: NDArray[np.float32]) -> None:
-        """Hand in sound that has just been captured: (n,) float32 at 24 kHz, any n. At once."""
+        """Hand in sound that has just been captured: (n,) float32 at 24 kHz, any n. At once.
+
+        To a line that has ended the call it is nothing; the events say how it ended.
+        """
         payload = self._voice.encode(np.asarray(pcm, np.float32))
         if payload and not self._ws.closed:
-            await self._ws.send_bytes(audio(payload))
+            with contextlib.suppress(ConnectionError):
+                await self._ws.send_bytes(audio(payload))
 
     async def say(self, pcm: NDArray[np.float32]) -> None:
         """Say all of it at the pace of speech, 20 ms at a time, after what was said before."""

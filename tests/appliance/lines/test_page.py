@@ -14,6 +14,7 @@ import pytest
 import soundfile
 from aiohttp import ClientSession
 
+from appliance.clock import MonotonicClock
 from appliance.lines.web_client import OPUS, PCM, CallError, Heard, Told, WebClient, Words
 from appliance.lines.web_pages import FOLDER
 from tests.appliance.test_box import ROOT
@@ -163,6 +164,48 @@ def test_a_script_is_told_why_it_was_not_let_in(tmp_path: Path) -> None:
         assert (error.word, error.detail) == ("full", "1 of 1 slots is taken")
         line.stop()
         assert asyncio.run(refused(line.port)).word == "lost"  # nobody listens
+
+
+def test_a_script_that_gives_up_waiting_leaves_no_connection() -> None:
+    async def give_up() -> bytes:
+        came, closed = asyncio.Event(), asyncio.Event()
+        rest = b""
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal rest
+            await reader.readuntil(b"\r\n\r\n")
+            came.set()
+            rest = await reader.read()
+            writer.close()
+            closed.set()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        calling = asyncio.create_task(WebClient.connect(url))
+        await came.wait()
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        await asyncio.wait_for(closed.wait(), 10)
+        server.close()
+        return rest
+
+    assert asyncio.run(give_up()) == b""
+
+
+def test_a_script_that_talks_to_a_line_that_has_just_gone_is_not_interrupted() -> None:
+    class Gone:
+        closed = False  # it does not know yet
+
+        async def send_bytes(self, data: bytes) -> None:
+            raise ConnectionResetError("Cannot write to closing transport")
+
+    async def talk() -> None:
+        async with ClientSession() as session:
+            call = WebClient(session, Gone(), PCM, MonotonicClock())  # type: ignore[arg-type]
+            await call.say(np.zeros(1920, np.float32))
+
+    asyncio.run(talk())
 
 
 @pytest.mark.slow
