@@ -213,6 +213,20 @@ def test_whoever_leaves_while_being_primed_frees_the_slot(desk: Desk) -> None:
     assert [n for n in desk.news() if isinstance(n, Left)] == [Left(SessionId(2), Event.LOST, 0)]
 
 
+def test_the_last_of_all_slots_is_free_again_as_well(desk: Desk) -> None:
+    desk.desk.guard_ns = PERIOD_NS  # there is never time: all of them wait
+    jobs = [desk.job(40) for _ in range(4)]
+    callers = [desk.caller(job) for job in jobs]
+    desk.tick()
+    assert [job.slot for job in jobs] == [3, 2, 1, 0]
+    desk.loop.inbox.append(Depart(callers[3].session, Event.LOST))
+    desk.tick()
+    assert jobs[3].slot == -1
+    desk.caller(another := desk.job(40))
+    desk.tick()
+    assert another.slot == 0
+
+
 def test_a_kept_snapshot_replaces_feeding_and_is_the_same_state(desk: Desk) -> None:
     first = desk.job(50)
     desk.caller(first)

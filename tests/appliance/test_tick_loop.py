@@ -206,6 +206,8 @@ def test_an_overrun_catches_up_while_it_is_worth_it_and_records_what_it_drops(de
     assert [bool(f & Flag.GENERATED) for f in records["flags"]] == [True, True, False, False, True]
     assert records["misses"].tolist() == [0, 1, 2, 3, 4]
     assert (records["margin_ns"] // MS).tolist() == [70, -250, -170, -90, -20]
+    dropped = records[2:4]
+    assert dropped[["made_ns", "step_ns", "text"]].tolist() == [(0, 0, -1)] * 2
     # The missed ticks took their callers' frames with them: the session lags behind no further.
     assert records["lag"][-1] == 0
     assert [h.heard for h, _ in caller.hear()] == [0, 1, 4]
