@@ -75,6 +75,8 @@ class _Placing:
     offers: list[Offer] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     """Boxes still to be asked to let it in, best first."""
+    refusal: control.Refused | None = None
+    """What the last one that was asked said."""
 
 
 class Boxes:
@@ -219,7 +221,9 @@ class Boxes:
                 self._send(box, placing.join)
                 return
         del self._placing[call]
-        self._news.append(News(call, Lost("all boxes are gone; their logs say why"), 0))
+        self._at.pop(call, None)
+        lost = Lost("all boxes are gone; their logs say why")
+        self._news.append(News(call, placing.refusal or lost, 0))
 
     # --- what boxes say
 
@@ -251,6 +255,7 @@ class Boxes:
             case control.Refused() if self._at.get(message.request) == box:
                 placing = self._placing.get(message.request)
                 if placing is not None and placing.order and message.reason in ELSEWHERE:
+                    placing.refusal = message
                     self._ask_next(placing)
                     return
                 self._placing.pop(message.request, None)

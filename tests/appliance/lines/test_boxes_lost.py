@@ -81,10 +81,12 @@ def test_a_box_that_dies_while_another_refuses_costs_the_line_nothing(
     second.has_room(1)
     assert boxes.receive(0) == []
     assert isinstance(first.heard(), control.Join)
-    first.say(control.Refused(1, Reason.TIME, "a tick would take too long"))
+    first.say(refused := control.Refused(1, Reason.TIME, "a tick would take too long"))
     second.die()  # the next to be asked, and the next to be read
     (news,) = boxes.receive(0)
-    assert isinstance(news.message, Lost)
-    assert len(boxes) == 1
+    assert (news.call, news.message, len(boxes)) == (1, refused, 1)
     boxes.send(2, control.Join(2, "test", "Bob"))
     assert isinstance(first.heard(), control.Join)
+    first.die()
+    (news,) = boxes.receive(0)
+    assert (news.call, type(news.message), len(boxes)) == (2, Lost, 0)
