@@ -12,6 +12,7 @@ from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
 from appliance.frame_ring import DownlinkHeader, Outcome, Receipt
 from appliance.lines.sip_call import Extras, Limits, PhoneCall, Verb, Want
 from appliance.lines.sip_config import SipAccount
+from appliance.lines.sip_hear import HandIn
 from appliance.lines.sip_stack import Format, Incoming
 from appliance.lines.web_pace import TickTimes
 
@@ -58,7 +59,13 @@ class FakeMedia:
 class Rig:
     """A call, its stack, and a box that echoes `STEP_NS` after each tick's start."""
 
-    def __init__(self, folder: Path, account: SipAccount, extras: Extras | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        account: SipAccount,
+        extras: Extras | None = None,
+        hand_in: HandIn | None = None,
+    ) -> None:
         self.media = FakeMedia()
         self.now_ns = T0_NS + 7 * NS_PER_MS
         self.call = PhoneCall(
@@ -71,6 +78,7 @@ class Rig:
             TickTimes(PERIOD_NS),
             self.now_ns,
             extras=extras,
+            hand_in=hand_in,
         )
         self.grid = TickGrid(T0_NS, PERIOD_NS)
         self.channel = Channel.create(f"sip-{id(self)}", SAMPLES, Capacities(16, 64, 256))

@@ -52,11 +52,12 @@ WINDOW_TAKES = 64
 BAND_NS = 5 * NS_PER_MS
 """How far the smallest spare may be from `SPARE_NS` before anything is stretched."""
 
-PPM_PER_MS = 100.0
-"""Stretching per ms of spare too much or too little, until it is back in the middle."""
+STEER_PPM, MOST_PPM = 2_500.0, 10_000.0
+"""Stretching until the smallest spare is back in the middle, and while it is `FAR_NS` off or
+more: at most a sixth of a semitone. It is hardly heard and soon over, since to stretch costs four
+times as much as not to, and every new ratio a new filter: hence two and no more."""
 
-MOST_PPM = 10_000.0
-"""A sixth of a semitone."""
+FAR_NS = 30 * NS_PER_MS
 
 CUT_NS = 100 * NS_PER_MS
 """What may wait beyond `SPARE_NS` before it is cut instead of worked off."""
@@ -135,6 +136,9 @@ class ReceiveBuffer:
         self._floor = NOISE_MOST / 10
         self._least: int | None = None
         self._spares: deque[int] = deque(maxlen=WINDOW_TAKES)
+        """Less `_stretched_ns` of their time: as if nothing had been stretched ever."""
+        self._stretched_ns = 0
+        """By how much all that came has been made longer."""
         self._left: deque[int] = deque(maxlen=CUT_TAKES)
         self._steering = False
 
@@ -154,36 +158,41 @@ class ReceiveBuffer:
         now_ns: int,
         take_ns: int,
         looked_ns: int | None = None,
+        ppm: float | None = None,
     ) -> None:
         """Samples have come. pcm: (n,) float32. take_ns: when `take` is due next, not before now.
 
-        looked_ns: when there were none yet. Times must not run backwards. What is no number
-        becomes silence.
+        looked_ns: when there were none yet. ppm: by how much they are stretched, if not by what was
+        wanted. Times must not run backwards. What is no number becomes silence.
         """
         if not pcm.size:
             return
         clean = pcm
-        with np.errstate(over="ignore", invalid="ignore"):
-            energy = float(pcm @ pcm)
+        energy = float(np.vdot(pcm, pcm))  # which warns of nothing, unlike @
         if not math.isfinite(energy):
             clean = np.where(np.abs(pcm) <= 1.0, pcm, np.float32(0.0))
-            energy = float(clean @ clean)
+            energy = float(np.vdot(clean, clean))
         self._sizes.append(clean.size)
+        packet = min(self._sizes)
         # Several packets read at once came one after the other: this is when the first one did.
-        first_ns = now_ns - self._in_ns(clean.size - min(self._sizes))
+        first_ns = now_ns - self._in_ns(clean.size - packet)
         if self._due_ns is None:
             self._begin(first_ns, take_ns)
         else:
             if looked_ns is not None:
                 # Nobody looked in between: as late as it was due, and not as late as we are.
                 first_ns = min(first_ns, max(self._due_ns, looked_ns + LOOKS_NS))
-            self._close_hole(first_ns)
+            self._close_hole(first_ns, packet)
         assert self._due_ns is not None
         spare_ns = take_ns - first_ns + self._in_ns(self._size - self.samples)
+        spare_ns -= self._stretched_ns
         self._least = spare_ns if self._least is None else min(self._least, spare_ns)
         if self._repeated:
             clean = self._join(clean)
         self._append(clean)
+        self._stretched_ns += int(
+            self._in_ns(clean.size) * (self.ppm if ppm is None else ppm) / 1e6
+        )
         self._listen(math.sqrt(energy / clean.size), clean.size)
         # The stream's own pace, and a twentieth of what this arrival was off by.
         self._due_ns += (first_ns - self._due_ns) // 20 + self._in_ns(clean.size)
@@ -226,11 +235,13 @@ class ReceiveBuffer:
             self.counts.noise_samples += pad
             self._append(self._comfort(pad))
 
-    def _close_hole(self, first_ns: int) -> None:
-        """If audio is missing before what came at ``first_ns``, put something in its place."""
+    def _close_hole(self, first_ns: int, packet: int) -> None:
+        """If audio is missing before what came at ``first_ns``, put something in its place.
+
+        packet: samples of one.
+        """
         assert self._due_ns is not None
         late_ns = first_ns - self._due_ns
-        packet = min(self._sizes)
         packet_ns = self._in_ns(packet)
         bound_ns = LATE_NS + 3 * self._off_ns
         if late_ns < bound_ns:
@@ -322,7 +333,7 @@ class ReceiveBuffer:
         if not self._spares or self._due_ns is None:
             self.ppm = 0.0
             return
-        error_ns = min(self._spares) - SPARE_NS
+        error_ns = min(self._spares) + self._stretched_ns - SPARE_NS
         if abs(error_ns) > BAND_NS:
             self._steering = True
         elif abs(error_ns) < BAND_NS // 5 or error_ns * self.ppm > 0:
@@ -331,8 +342,8 @@ class ReceiveBuffer:
             self.ppm = 0.0
             return
         # Too much to spare: make fewer samples, so that what is held shrinks.
-        wanted = -error_ns / NS_PER_MS * PPM_PER_MS
-        self.ppm = float(np.clip(wanted, -MOST_PPM, MOST_PPM))
+        by_ppm = STEER_PPM if abs(error_ns) < FAR_NS else MOST_PPM
+        self.ppm = -by_ppm if error_ns > 0 else by_ppm
 
     def _cut(self) -> None:
         """Take out what a stall left behind, once it is clear that it stays."""

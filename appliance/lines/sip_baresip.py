@@ -22,25 +22,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import baresip
-import numpy as np
 from baresip import Account, Call, Config, Runtime, UserAgent
 from baresip._native import lib
-from numpy.typing import NDArray
 
 from appliance.clock import MonotonicClock
 from appliance.lines import sip_filter, sip_stack
 from appliance.lines.media_threads import MediaThreads
+from appliance.lines.sip_baresip_media import BaresipMedia
 from appliance.lines.sip_config import CODECS, SipAccount, SipConfig, endpoint
 from appliance.lines.sip_login import Login
-from appliance.lines.sip_stack import Event, Format, StackError
+from appliance.lines.sip_stack import Event, StackError
 
 logger = logging.getLogger(__name__)
 
 ANSWERS_S = 4.0
 """What it says is heard when a turn of ours is over; with too many calls one may take a second."""
 
-MEDIA_THREADS = ("Audio TX", "aumem_src", "aumem_play")
-"""What it calls the three that each call has: one sends, one feeds it, one takes what came."""
+MEDIA_THREADS = ("Audio TX", "aumem_src")
+"""What it calls the two that each call has for sending: one does, one feeds it. A third throws
+away what came once we have it, which is in no hurry."""
 LOOK_S = 0.25
 """Between two looks whether there are new ones; a call that changes its codec gets some."""
 
@@ -49,70 +49,10 @@ WHY = {
     "Connection timed out": "the caller never confirmed that the call was answered",
 }
 
-READ_BYTES = 4_096
-"""At a time: four packets of G.711, two of Opus."""
-SAMPLE_BYTES = 2
 NOBODY = IPv4Network("255.255.255.255/32")
-NOTHING = np.zeros(0, np.int16)
-
-SPOKEN = {8_000: "g711", 16_000: "g722", 48_000: "opus"}
-"""The codec by the rate it has here; the stack does not name it."""
 
 SENT_ON = "Call transfered"
 """How the stack says that it closed a call because its transfer was answered."""
-
-
-class BaresipMedia:
-    """One call's audio."""
-
-    def __init__(self, call: Call) -> None:
-        self.in_hz = 0
-        self._audio = call.audio
-        self._channels = (0, 0)
-        """In and out; 0: to be asked."""
-
-    @property
-    def codec(self) -> str:
-        return SPOKEN.get(self.in_hz, "")
-
-    def format(self) -> Format | None:
-        try:
-            info = self._audio.info()
-        except baresip.AudioNotActive:
-            return None
-        if not info.tx_ready or not info.rx_ready:
-            return None
-        self.in_hz = info.rx_sample_rate
-        self._channels = (info.rx_channels, info.tx_channels)
-        return Format(info.tx_sample_rate, info.tx_buffered // (SAMPLE_BYTES * info.tx_channels))
-
-    def read(self) -> NDArray[np.int16]:
-        if not self._channels[0] and self.format() is None:
-            return NOTHING
-        try:
-            raw = piece = self._audio.read(READ_BYTES)
-            while len(piece) == READ_BYTES:
-                piece = self._audio.read(READ_BYTES)
-                raw += piece
-        except (baresip.AudioNotActive, baresip.AudioRestarted):
-            self._channels = (0, 0)  # what comes next may be of another rate
-            return NOTHING
-        pcm = np.frombuffer(raw, np.int16)
-        channels = self._channels[0]
-        if channels > 1:
-            pcm = pcm[: pcm.size // channels * channels].reshape(-1, channels)[:, 0]
-        return pcm
-
-    def write(self, pcm: NDArray[np.int16]) -> int:
-        channels = self._channels[1]
-        if not channels:
-            return 0
-        data = pcm if channels == 1 else np.repeat(pcm, channels)
-        try:
-            taken: int = self._audio.write(data.tobytes())
-        except (baresip.AudioNotActive, baresip.AudioRestarted):
-            return 0
-        return taken // (SAMPLE_BYTES * channels)
 
 
 class BaresipStack:
@@ -199,7 +139,7 @@ class BaresipStack:
             self._do(self._transfer(leg, call, target))
 
     def media(self, leg: int) -> BaresipMedia:
-        return BaresipMedia(self._calls[leg])
+        return BaresipMedia(self._calls[leg].handle)
 
     async def answers(self) -> bool:
         """Whether its thread does what it is told to; False until it has been started."""

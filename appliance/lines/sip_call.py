@@ -37,6 +37,9 @@ PRIMED_NS = 600 * NS_PER_S
 SETTLE_NS = 10 * NS_PER_S
 """How long the box may take to say Gone, and the stack to say Closed."""
 
+WATCH_NS = 50 * NS_PER_MS
+"""Between two looks whether a call should end; nothing asks for less than half a second."""
+
 MOST_DIGITS = 256
 """Kept of a call, for its record."""
 
@@ -144,8 +147,8 @@ class PhoneCall:
         self._speaking: Speaking | None = None
         self._held_since_ns: int | None = None
         self._held_ns = 0
-        self._look_ns = 0
-        """When the downlink is looked at next."""
+        self._look_ns = self._watch_ns = 0
+        """When the downlink is looked at next, and whether the call should end."""
         self._took = Took()
         self._hand_in = hand_in or HandIn()
         self._hearing = Hearing(
@@ -305,17 +308,10 @@ class PhoneCall:
     # --- the clock
 
     def hear(self, now_ns: int) -> int | None:
-        """The way in alone, if it is due: ticks wait for it, and for the way out nobody does.
-
-        Returns when the next frame's time comes; None while there are none.
-        """
-        announcing = self._extras.announcing
-        if self.state is not State.TALKING or not (announcing is None or announcing.is_over):
+        """The way in, which ticks wait for; when the next frame's time comes, if one does."""
+        if not self._is_heard or self._channel is None:
             return None
-        assert self._channel is not None
-        self._hearing.read(self._grid, now_ns)
-        self._hearing.hand_in(self._channel, self._grid, now_ns)
-        return self._hearing.take_ns(self._grid)
+        return self._hearing.turn(self._channel, self._grid, now_ns)
 
     def advance(self, now_ns: int) -> list[control.ToBox]:
         """Do what is due by ``now_ns``; return what is to be said to the box."""
@@ -324,12 +320,11 @@ class PhoneCall:
         elif self.state is State.TALKING and self._announces(now_ns):
             self._watch(now_ns)
         elif self.state is State.TALKING:
-            assert self._channel is not None
-            self._hearing.read(self._grid, now_ns)
-            self._hearing.hand_in(self._channel, self._grid, now_ns)
+            self.hear(now_ns)
             self._listen(now_ns)
-            self._mind_words(now_ns)
-            self._watch(now_ns)
+            if now_ns >= self._watch_ns:
+                self._mind_words(now_ns)
+                self._watch(now_ns)
         elif self.state is State.LEAVING:
             if self._speaking is not None:
                 self._speaking.collect(now_ns)
@@ -378,6 +373,12 @@ class PhoneCall:
         )
 
     # --- in
+
+    @property
+    def _is_heard(self) -> bool:
+        """By the model, once they talk and an announcement is over."""
+        announcing = self._extras.announcing
+        return self.state is State.TALKING and (announcing is None or announcing.is_over)
 
     def _ask(self, now_ns: int) -> None:
         if not self._asked:
@@ -435,8 +436,7 @@ class PhoneCall:
     def _mind_words(self, now_ns: int) -> None:
         """Do what the model's words mean, once it has been heard out."""
         words = self._extras.words
-        spoke_ns = self._hearing.spoke_ns
-        if words is not None and (meant := words.due(now_ns, spoke_ns)) is not None:
+        if words is not None and (meant := words.due(now_ns, self._hearing.spoke_ns)) is not None:
             self._obey(meant.what, f'words "{meant.phrase}"', now_ns)
 
     def _obey(self, what: str, by: str, now_ns: int) -> None:
@@ -449,6 +449,7 @@ class PhoneCall:
     def _watch(self, now_ns: int) -> None:
         """Callers who are not there any more, and calls that have lasted long enough."""
         assert self.talked_from_ns is not None
+        self._watch_ns = now_ns + WATCH_NS
         if now_ns - self.talked_from_ns > self.account.max_s * NS_PER_S:
             self.hang_up(f"longer than {self.account.max_s} s", now_ns)
         elif self._held_since_ns is not None:
@@ -461,8 +462,8 @@ class PhoneCall:
     def _leave(self, why: str, now_ns: int) -> None:
         """Leave the session if there is one. A second time is nothing."""
         self.why = self.why or why
-        if self.state is State.TALKING:
-            self.hear(now_ns)  # ticks that are due by now are the call's, however late this turn is
+        if self._is_heard and self._channel is not None:
+            self._hearing.end(self._channel, self._grid, now_ns)
         if self.state in (State.TALKING, State.ANSWERING):
             self.state = State.LEAVING
             self.ended_ns = now_ns  # what the box takes to say goodbye is nobody's call

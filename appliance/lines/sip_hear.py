@@ -24,6 +24,12 @@ LEAD_NS = 12 * NS_PER_MS
 MOST_LEAD_NS = 44 * NS_PER_MS
 """How long before a tick its frame is handed in, at the least and at the most."""
 
+LEADS_NS = ((24, LEAD_NS), (48, 16 * NS_PER_MS), (72, 24 * NS_PER_MS))
+MANY_LEAD_NS = 32 * NS_PER_MS
+"""And at the least by how many calls there are at most, and if there are more: what they have been
+seen to need. Calls that are handed in sooner than before stretch their audio, all of them at once,
+just when more calls have come."""
+
 SPARE_LEAD_NS = 6 * NS_PER_MS
 """How much sooner than it has been seen to need."""
 
@@ -46,6 +52,8 @@ MANY, READ_MANY_NS = 72, 40 * NS_PER_MS
 """How often audio is looked for at most: less than half a packet, so that a hole is found where it
 is; where more than so many calls are on, two packets at a time, at a third less work."""
 
+FULL_SCALE = np.float32(1 / 32_768)
+
 PAY_BACK_TICKS = 6
 """So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
 
@@ -62,6 +70,7 @@ class HandIn:
         self.lead_ns = LEAD_NS
         self.read_ns = READ_NS
         """How often each call's audio is looked for."""
+        self._least_ns = LEAD_NS
         self.may_stretch = True
         """There is time to make a call's audio a little longer or shorter."""
         self._calm = CALM_TICKS
@@ -74,6 +83,8 @@ class HandIn:
     def look_after(self, calls: int) -> None:
         """So many calls are on now."""
         self.read_ns = READ_NS if calls <= MANY else READ_MANY_NS
+        self._least_ns = next((ns for most, ns in LEADS_NS if calls <= most), MANY_LEAD_NS)
+        self.lead_ns = max(self.lead_ns, self._least_ns)
 
     def saw(self, start_ns: int, now_ns: int) -> None:
         """A frame of the tick that starts then is handed in now."""
@@ -89,7 +100,7 @@ class HandIn:
         if len(self._needed) <= OUTLIERS:
             return
         needed_ns = sorted(self._needed)[-1 - OUTLIERS] + SPARE_LEAD_NS
-        wanted_ns = min(max(-(-needed_ns // STEP_NS) * STEP_NS, LEAD_NS), MOST_LEAD_NS)
+        wanted_ns = min(max(-(-needed_ns // STEP_NS) * STEP_NS, self._least_ns), MOST_LEAD_NS)
         if wanted_ns > self.lead_ns:
             self.lead_ns = wanted_ns
         elif wanted_ns < self.lead_ns and len(self._needed) == LOOKED_AT:
@@ -134,6 +145,8 @@ class Hearing:
         """Rate of the call's audio, and what brings it to the model's."""
         self._tick = 0
         """The tick whose frame is handed in next."""
+        self._start_ns = 0
+        """When it starts."""
         self._meant: dict[int, tuple[int, int]] = {}
         """By uplink frame_index: the tick it was meant for and when its last sample arrived."""
         self._behind = 0
@@ -151,19 +164,32 @@ class Hearing:
     def begin(self, grid: TickGrid, now_ns: int) -> None:
         """The model hears the caller from now on."""
         self.heard_ns = self._read_ns = self._looked_ns = now_ns
-        self._tick = grid.tick_at(now_ns + self._hand_in.lead_ns) + 1
+        # Not by today's lead: a call whose lead grows must not have a tick more than it lasts.
+        self._tick = grid.tick_at(now_ns + MOST_LEAD_NS) + 1
+        self._start_ns = grid.start_ns(self._tick)
 
     def leave_out(self, now_ns: int) -> None:
         """What the caller says meanwhile is heard by nobody."""
         if self._media.read().size:
             self.heard_ns = now_ns
 
-    def read(self, grid: TickGrid, now_ns: int) -> None:
+    def turn(self, channel: Channel, grid: TickGrid, now_ns: int) -> int:
+        """Whatever is due, if anything is; when the next frame's time comes."""
+        if now_ns >= self._read_ns or now_ns >= self._start_ns - self._hand_in.lead_ns:
+            self._read(now_ns)
+            self._give(channel, grid, now_ns, self._hand_in.lead_ns)
+        return self._start_ns - self._hand_in.lead_ns
+
+    def end(self, channel: Channel, grid: TickGrid, now_ns: int) -> None:
+        """The call is over: what is due, and what no lead would have handed in later."""
+        self.turn(channel, grid, now_ns)
+        self._give(channel, grid, now_ns, MOST_LEAD_NS)
+
+    def _read(self, now_ns: int) -> None:
         """What the caller said since the last time, into the receive buffer."""
-        if now_ns < self._read_ns:
-            return
-        every_ns, take_ns = self._hand_in.read_ns, self.take_ns(grid)
-        self._read_ns = min((now_ns // every_ns + 1) * every_ns, take_ns)
+        every_ns, take_ns = self._hand_in.read_ns, self._start_ns - self._hand_in.lead_ns
+        # The last look before a frame's time is at that time.
+        self._read_ns = take_ns - max(0, take_ns - now_ns - 1) // every_ns * every_ns
         looked_ns, self._looked_ns = self._looked_ns, now_ns
         pcm = self._media.read()
         rate_hz = self._media.in_hz
@@ -172,18 +198,19 @@ class Hearing:
         self.heard_ns = now_ns
         if self._in is None or self._in[0] != rate_hz:
             self._in = (rate_hz, stretcher(rate_hz, self._rate_hz))
-        audio = pcm.astype(np.float32) / np.float32(32_768)
+        audio = pcm * FULL_SCALE
         self._arrived_ns = now_ns
-        if float(audio @ audio) > LOUD * LOUD * audio.size:
+        if np.vdot(audio, audio) > LOUD * LOUD * audio.size:
             self.spoke_ns = now_ns
-        made = self._in[1].push(audio, self.receive.ppm if self._hand_in.may_stretch else 0.0)
-        self.receive.push(made, now_ns, take_ns, looked_ns)
+        ppm = self.receive.ppm if self._hand_in.may_stretch else 0.0
+        self.receive.push(self._in[1].push(audio, ppm), now_ns, take_ns, looked_ns, ppm)
 
-    def hand_in(self, channel: Channel, grid: TickGrid, now_ns: int) -> None:
-        """Every frame whose time has come."""
-        while self.take_ns(grid) <= now_ns:
-            tick, start_ns = self._tick, grid.start_ns(self._tick)
-            self._tick += 1
+    def _give(self, channel: Channel, grid: TickGrid, now_ns: int, lead_ns: int) -> None:
+        """Hand in every frame whose time has come."""
+        while self._start_ns - lead_ns <= now_ns:
+            tick, start_ns = self._tick, self._start_ns
+            self._tick = tick + 1
+            self._start_ns = grid.start_ns(tick + 1)
             self._hand_in.saw(start_ns, now_ns)
             if now_ns >= start_ns or self._pay_back:
                 self._leave_out_tick(start_ns, has_begun=now_ns >= start_ns)
@@ -201,10 +228,6 @@ class Hearing:
             self._meant.pop(self.sent - 64, None)
             self._took.arrived_to_tick.append(start_ns - arrived_ns)
             self.sent += 1
-
-    def take_ns(self, grid: TickGrid) -> int:
-        """When the next frame's time comes."""
-        return grid.start_ns(self._tick) - self._hand_in.lead_ns
 
     def came_back(self, header: DownlinkHeader) -> None:
         """The model made a frame. Those that wait in the ring on every tick: leave one out."""

@@ -7,6 +7,7 @@ dry is receipted as late: the caller has heard a gap before it. While the caller
 frames are discarded: nobody hears them.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -128,7 +129,9 @@ class Speaking:
                 playout.postpone(-self.phase.sent(due_ns - arrived_ns))
             for receipt in receipts:
                 if receipt.outcome != Outcome.DISCARDED:
-                    receipt = receipt._replace(outcome=heard.pop(0)[0])
+                    outcome, _ = heard.pop(0)
+                    if receipt.outcome != outcome:
+                        receipt = receipt._replace(outcome=outcome)
                 self._owe(receipt)
         return sent
 
@@ -179,9 +182,8 @@ class Speaking:
 
 def _finite(pcm: NDArray[np.float32]) -> NDArray[np.float32]:
     """What is no number becomes silence; a model can go wrong."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(pcm @ pcm):
-            return pcm
+    if math.isfinite(np.vdot(pcm, pcm)):  # which warns of nothing, unlike @
+        return pcm
     return np.nan_to_num(pcm, nan=0.0, posinf=1.0, neginf=-1.0)
 
 

@@ -56,6 +56,8 @@ class Phase:
         """How often it had to move later."""
         self._follows = follows
         self._spare: deque[int] = deque(maxlen=LOOKED_AT)
+        """With `_given_ns` of their time: they move with all that is given back."""
+        self._given_ns = 0
 
     def miss(self, by_ns: int) -> int:
         """A frame was not in hand at its time; by how much everything moves, 0: not any further."""
@@ -68,16 +70,14 @@ class Phase:
 
     def sent(self, in_hand_ns: int) -> int:
         """A frame left that had been in hand for so long; by how much the next leave earlier."""
-        self._spare.append(in_hand_ns)
+        self._spare.append(in_hand_ns + self._given_ns)
         if not self._follows or len(self._spare) < LOOKED_AT:
             return 0
-        if min(self._spare) <= EASE_NS + GIVE_NS:
+        if min(self._spare) - self._given_ns <= EASE_NS + GIVE_NS:
             return 0
         give_ns = min(GIVE_NS, self.phase_ns)
         self.phase_ns -= give_ns
-        # What is remembered was measured against times that have moved with the rest.
-        for index, spare_ns in enumerate(self._spare):
-            self._spare[index] = spare_ns - give_ns
+        self._given_ns += give_ns
         return give_ns
 
 

@@ -146,6 +146,14 @@ def test_a_clock_that_is_off_is_followed_for_five_minutes(ppm: float, seconds: i
 
 
 @pytest.mark.parametrize("ppm", [300.0, -300.0])
+def test_a_clock_that_is_off_is_followed_by_stretching_a_few_frames_and_not_most(
+    ppm: float,
+) -> None:
+    counts = talk(60, skew_ppm=ppm).buffer.counts
+    assert 0 < counts.stretched < counts.frames / 5
+
+
+@pytest.mark.parametrize("ppm", [300.0, -300.0])
 def test_five_minutes_of_loss_jitter_and_a_clock_that_is_off_neither_shrink_nor_drift(
     ppm: float,
 ) -> None:

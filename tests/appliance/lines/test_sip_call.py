@@ -12,6 +12,7 @@ from appliance.clock import NS_PER_MS
 from appliance.frame_ring import Outcome
 from appliance.lines.sip_call import State, Verb, Want
 from appliance.lines.sip_config import SipAccount
+from appliance.lines.sip_hear import HandIn
 from tests.sip_call_rig import PERIOD_NS, T0_NS, Rig
 
 
@@ -229,6 +230,28 @@ def test_ticks_that_passed_unseen_before_the_end_are_the_calls_too(rig: Rig) -> 
     figures = rig.call.figures()
     counted = figures.frames + figures.overslept
     assert counted == pytest.approx((rig.now_ns - began_ns) / PERIOD_NS, abs=1.0)
+
+
+@pytest.mark.parametrize(("first_ms", "then_ms"), [(12, 44), (44, 12)])
+def test_a_call_has_a_tick_for_every_80_ms_however_much_earlier_frames_come_to_be_handed_in(
+    tmp_path: Path, first_ms: int, then_ms: int
+) -> None:
+    for began in range(8):
+        for lasted in range(8):
+            hand_in = HandIn()
+            hand_in.lead_ns = first_ms * NS_PER_MS
+            rig = Rig(tmp_path, SipAccount(user="bot"), hand_in=hand_in)
+            rig.run(0.01 * began)
+            rig.answer()
+            began_ns = rig.now_ns
+            rig.run(0.3)
+            hand_in.lead_ns = then_ms * NS_PER_MS
+            rig.run(0.3 + 0.01 * lasted)
+            rig.bye()
+            figures = rig.call.figures()
+            rig.close()
+            counted = figures.frames + figures.overslept
+            assert abs(counted - (rig.now_ns - began_ns) / PERIOD_NS) < 1.0
 
 
 def test_a_codec_that_changes_during_the_call_is_followed(rig: Rig) -> None:

@@ -7,6 +7,7 @@ from appliance.lines.sip_hear import (
     CALM_TICKS,
     LEAD_NS,
     LOOKED_AT,
+    MANY_LEAD_NS,
     MOST_LEAD_NS,
     OUTLIERS,
     SPARE_LEAD_NS,
@@ -57,6 +58,19 @@ def test_one_stall_moves_nothing_and_no_lead_is_longer_than_the_longest() -> Non
     for _ in range(50):
         line.tick(300 * NS_PER_MS)
     assert line.hand_in.lead_ns == MOST_LEAD_NS
+
+
+def test_many_calls_begin_with_the_lead_that_many_need_and_few_get_the_short_one_back() -> None:
+    line = Line()
+    line.hand_in.look_after(100)
+    assert line.hand_in.lead_ns == MANY_LEAD_NS
+    for _ in range(10 * LOOKED_AT):
+        line.tick(NS_PER_MS)
+    assert line.hand_in.lead_ns == MANY_LEAD_NS
+    line.hand_in.look_after(8)
+    for _ in range(10 * LOOKED_AT):
+        line.tick(NS_PER_MS)
+    assert line.hand_in.lead_ns == LEAD_NS
 
 
 def test_the_lead_shrinks_step_by_step_once_less_was_enough_for_long() -> None:
