@@ -157,7 +157,6 @@ class Arena:
             self._ages[target], self._grows_at[target] = ticks, self._grows_at[source]
         else:
             self.begin(target, ticks)
-            self.memory.settle()
             for family in self.layout.families:
                 nbytes = family.bytes_at(ticks)
                 for base in family.base_pages if nbytes else ():
@@ -174,7 +173,8 @@ class Arena:
     def park(self, slot: int, ticks: int) -> None:
         """Have memory for the first ``ticks`` ticks of ``slot``, which no tick steps. At once.
 
-        Nothing is wiped: whoever parks writes every row before it is read.
+        Nothing is wiped: whoever parks writes every row before it is read, and settles before that,
+        since pages are filled when they come.
         """
         self._ages[slot], self._grows_at[slot] = None, NEVER
         self._parked[slot] = ticks = max(ticks, self._parked.get(slot, 0))
@@ -213,9 +213,10 @@ class Arena:
         self.counts.joining += self._map_due(self._first_ticks)
 
     def map_all_due(self) -> None:
-        """Map everything wanted by now, however far ahead of its need."""
+        """Map everything wanted by now, however far ahead of its need; it can be used at once."""
         while self._due:
             self._map_next()
+        self.memory.settle()
 
     def before_tick(self, batch: int) -> None:
         """Make sure that no row which slots 0..batch-1 write in this tick lacks memory.

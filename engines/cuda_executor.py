@@ -143,7 +143,6 @@ class CudaExecutor:
         )
         self._closing.callback(self.state.close)
         self.arena, self._address = self.state.arena, self.state.address
-        self.device.synchronize()
         self._rings = RingLauncher(
             manifest.stages,
             slots,
@@ -157,10 +156,11 @@ class CudaExecutor:
         self._by_kernels = {stage.name for stage in plan.stages}
         self._ports()
         self._open_stages()
-        self.device.synchronize()
+        self.device.synchronize()  # libraries load on streams of their own
         self._graphs = TickGraphs(self.stream, self.kind)
         self._closing.callback(self._graphs.close)
         self._parts: dict[int, list[Part]] = {}
+        self._closing.callback(self.device.synchronize)  # if anything below fails
         for slot in range(slots):
             self.join(slot, {})
         self.arena.map_all_due()  # warming up writes a few rows
@@ -168,7 +168,7 @@ class CudaExecutor:
             self._prepare(batch)
         for slot in range(slots):
             self.join(slot, {})
-        self.stream.synchronize()
+        self.device.synchronize()
         self._full_bytes = self.layout.full_bytes(slots)
         self._session_bytes = -(-(self._full_bytes - self.layout.whole_bytes) // slots)
         self._total_bytes, self._free_bytes = self.device.total_bytes, self.device.free_bytes
@@ -295,7 +295,7 @@ class CudaExecutor:
     def close(self) -> None:
         """See `executor.Executor.close`."""
         self._enter()
-        self.stream.synchronize()
+        self.device.synchronize()  # ticks' stream is not the only one
         self._parts = {}
         self._closing.close()
 
@@ -363,7 +363,6 @@ class CudaExecutor:
         pointer = cuda.allocate(nbytes)
         self._closing.callback(cuda.release, pointer)
         cuda.fill_bytes(pointer, 0, nbytes)
-        self.device.synchronize()
         return pointer
 
     def _ports(self) -> None:

@@ -81,7 +81,7 @@ class Range:
         self._is_settled = False
 
     def copy(self, target_bytes: int, source_bytes: int, nbytes: int) -> None:
-        """Copy between two mapped parts; done once `settle` returns."""
+        """Copy between two mapped parts, after earlier fills; done once `settle` returns."""
         target, source = self.base + target_bytes, self.base + source_bytes
         call("cuMemcpyDtoDAsync", target, source, nbytes, self._stream.handle)
         self._is_settled = False

@@ -157,7 +157,6 @@ class CudaPrimer(CudaParking):
         if self._inside != (slot, first):
             self._copy(slot, 0, min(first, self.retain), inwards=True)
         self._inside = None  # until it is true again
-        stream.synchronize()
         self._graphs.feed(slot, prompt, first, rows)
         self._copy(slot, first % self.retain, rows, inwards=False)
         stream.synchronize()
@@ -184,7 +183,6 @@ class CudaPrimer(CudaParking):
         for name, rows in rings.items():
             cuda.write_device_from(self._whole[name], rows.ctypes.data, rows.nbytes)
         found = self._graphs.answer(stage, given)
-        self._executor.stream.synchronize()
         first, count = span
         for name in rings:
             region = self._regions[name]

@@ -119,10 +119,14 @@ class CudaState:
     def row_spans(
         self, name: str, slot: int, first: int, count: int
     ) -> Iterator[tuple[DevicePtr, int]]:
-        """(address, bytes) of rows of one session's ring, whatever way it lies."""
+        """(address, bytes) of rows of one session's ring, whatever way it lies.
+
+        What the arena still does to rows is done first: it runs beside every other stream.
+        """
         region = self._regions[name]
         rows = self.layout.ring_rows(name)
         if rows is not None:
+            self.range.settle()
             for offset, nbytes in rows.spans(self._lies_at(name, slot), first, count):
                 yield DevicePtr(self.range.base + offset), nbytes
             return
@@ -141,6 +145,7 @@ class CudaState:
 
     def _noise_spans(self, slot: int, ticks: int) -> Iterator[tuple[DevicePtr, int, Dtype]]:
         """(address, bytes, dtype) of all ring rows of a session that age; of a place in one go."""
+        self.range.settle()  # as in `row_spans`
         done: set[str] = set()
         for family in self.layout.families:
             dtypes = {self._regions[name].dtype for name in family.names}

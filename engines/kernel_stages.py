@@ -183,7 +183,6 @@ class KernelStages:
         self._scratch = Scratch(scratch, DevicePtr(scratch + COUNTER_BYTES))
         self._weights = self._allocate(plan.weights_bytes)
         load_weights(bundle, plan.offsets, self._weights)
-        device.synchronize()
 
     def _allocate(self, nbytes: int) -> DevicePtr:
         self._held.append(cuda.allocate(max(nbytes, 1)))

@@ -174,7 +174,10 @@ class PromptGraphs:
         return {self.spec.tokens: chosen[0].copy(), self.spec.counter: counted[0]}
 
     def run(self, session: Any, stage: StageSpec, given: dict[str, Any], slot: int) -> None:
-        """One run of ``stage``: what is given by name, made by the stage before, or a ring."""
+        """One run of ``stage``: what is given by name, made by the stage before, or a ring.
+
+        On a GPU it follows what the ticks' stream was given, and is over when this returns.
+        """
         binding = session.io_binding()
         for tensor, bind in (
             *((t, binding.bind_input) for t in stage.inputs),

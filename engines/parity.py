@@ -70,7 +70,6 @@ def check(executor: "CudaExecutor") -> Found:
     try:
         for slot in range(slots):
             executor.age(slot, max(spec.ages[slot] for spec in specs if slot < len(spec.ages)))
-        executor.stream.synchronize()
         budget = _Budget()
         for spec in specs:
             _check_stage(executor, ticking[spec.stage], spec, budget, found)

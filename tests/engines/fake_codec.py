@@ -19,7 +19,7 @@ from engines.kernels import codec
 from engines.kernels.codec import CodecKernels, TurnParams
 from engines.kernels.codec_params import Call
 from engines.kernels.codec_reference import Memory, run, turned
-from tests.engines.fake_driver import bytes_at
+from tests.engines.fake_driver import bytes_at, later
 
 
 class HostMemory(Memory):
@@ -47,23 +47,30 @@ class HostCodec(CodecKernels):
         self.bound.append(stage.name)
         enqueue = super().bind(bindable)
 
-        def poisoned() -> None:
+        def poison() -> None:
             bytes_at(bindable.scratch.memory, codec.scratch_bytes(stage, batch))[:] = 0xFF
+
+        def poisoned() -> None:
+            later(bindable.stream, poison)
             enqueue()
 
         return poisoned
 
     def launches(self, calls: Iterable[Call], stream: Stream) -> Callable[[], None]:
         listed = list(calls)
-        return lambda: run(listed, HostMemory())
+        return lambda: later(stream, lambda: run(listed, HostMemory()))
 
     def turn(self, weight: DevicePtr, turn: TurnParams, memory: DevicePtr, stream: Stream) -> None:
         if weight in self._turned:
             return
         self._turned.add(weight)
-        there = HostMemory().view(weight, (turn.inputs * turn.outputs * turn.kernel,))
-        ends = (turn.inputs, turn.outputs) if turn.stride else (turn.outputs, turn.inputs)
-        there[:] = turned(there.reshape(*ends, turn.kernel).copy(), turn.stride).reshape(-1)
+
+        def change() -> None:
+            there = HostMemory().view(weight, (turn.inputs * turn.outputs * turn.kernel,))
+            ends = (turn.inputs, turn.outputs) if turn.stride else (turn.outputs, turn.inputs)
+            there[:] = turned(there.reshape(*ends, turn.kernel).copy(), turn.stride).reshape(-1)
+
+        later(stream, change)
 
     def close(self) -> None:
         pass

@@ -1,9 +1,11 @@
 """Enough of a CUDA driver, on host memory, to run `CudaExecutor` eagerly without a GPU.
 
 Device memory is numpy arrays, kernels are their numpy twins, and ONNX Runtime runs on the CPU. What
-a stream is given happens at once. What the default stream is given happens as late as a driver
-may leave it: when somebody waits for that stream, or reads on it. Pages without memory read as
-zeros, because its attention reads all of a ring; mapping one that was written to is an error. What
+a stream is given happens as late as a driver may leave it (`fake_streams`): copies, fills, kernels,
+runs of graphs and plans. Copies from page-locked memory read it then; other memory is read, or
+filled, by the call. Pages without memory read as zeros, because the toy's attention reads all of a
+ring. Everything else that touches a page must find it mapped, since it was given to its stream;
+mapping a page that was written to, and freeing memory while anything is under way, are errors. What
 this cannot show is everything else about graphs, streams and speed; tests marked `gpu` do.
 """
 
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
@@ -33,6 +36,7 @@ from engines.kernels.ring_attention import CacheType, RingParams, RingShape
 from engines.kernels.ring_reference import STORED_DTYPES
 from engines.kernels.tick import NoiseCall
 from engines.noise import gumbel
+from tests.engines.fake_streams import LateStreams, Span, Work
 
 PAGE = 4096
 TOTAL_BYTES = 1 << 32
@@ -47,6 +51,11 @@ class Status(IntEnum):
 def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
     """The memory itself, as an array."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(int(address)))
+
+
+def later(stream: cuda.Stream, work: Work, *spans: Span) -> None:
+    """Give ``work`` to a stream of the fake driver that is installed."""
+    cuda.driver().streams.give(stream.handle, work, *spans)
 
 
 class FakeDriver:
@@ -73,8 +82,13 @@ class FakeDriver:
         self.gpus = 2
         self.foreign_bytes = 0
         """Taken by another process."""
-        self._default: list[tuple[int, bytes]] = []
-        """(address, bytes) on their way there."""
+        self.streams = LateStreams()
+        self._pinned: dict[int, int] = {}
+        """Page-locked memory: address -> bytes."""
+        self._reserved: dict[int, int] = {}
+        """Addresses that need pages: first -> bytes."""
+        self._mapped: dict[int, int] = {}
+        """Address of a page with memory -> what streams had been given when it got it."""
 
     def _take(self, nbytes: int, value: int) -> tuple[Any, ...]:
         array = np.full(nbytes + PAGE, value, np.uint8)
@@ -86,13 +100,20 @@ class FakeDriver:
         return self._take(nbytes, 0xFF)
 
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[Any, ...]:
-        return self._take(nbytes, 0xFF)
+        status, address = self._take(nbytes, 0xFF)
+        self._pinned[address] = nbytes
+        return status, address
 
     def cuMemAddressReserve(self, nbytes: int, *_: int) -> tuple[Any, ...]:
-        return self._take(nbytes, 0)
+        status, address = self._take(nbytes, 0)
+        self._reserved[address] = nbytes
+        return status, address
 
     def _give(self, address: int, *_: int) -> tuple[Any, ...]:
+        assert self.streams.is_idle, "memory is given back while work is under way"
         del self.held[int(address)]
+        for kind in (self._pinned, self._reserved):
+            kind.pop(int(address), None)
         return (Status.CUDA_SUCCESS,)
 
     cuMemFree = cuMemFreeHost = cuMemAddressFree = _give
@@ -111,11 +132,26 @@ class FakeDriver:
         page = bytes_at(address, nbytes)
         assert not page.any(), "something was written where no page was mapped"
         page[:] = 0xAA
+        self._mapped[address] = self.streams.given
         return (Status.CUDA_SUCCESS,)
 
     def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:
+        self.streams.touch(Span(address, nbytes, is_written=True))
         bytes_at(address, nbytes)[:] = 0
+        del self._mapped[address]
         return (Status.CUDA_SUCCESS,)
+
+    def touch(self, *spans: Span) -> None:
+        """What runs now uses this: its pages must have been there when it was given."""
+        for span in spans:
+            self.streams.touch(span)
+            for first, length in self._reserved.items():
+                if not first <= span.address < first + length:
+                    continue
+                for page in range(span.address - (span.address - first) % PAGE, span.end, PAGE):
+                    since = self._mapped.get(page)
+                    assert since is not None, f"{page - first:#x} has no page, and is touched"
+                    assert since < self.streams.doing, f"{page - first:#x} got its page too late"
 
     def cuMemSetAccess(self, *_: Any) -> tuple[Any, ...]:
         return (Status.CUDA_SUCCESS,)
@@ -124,38 +160,64 @@ class FakeDriver:
         return Status.CUDA_SUCCESS, PAGE
 
     def cuMemsetD8(self, address: int, value: int, nbytes: int) -> tuple[Any, ...]:
-        self._default.append((address, bytes([value]) * nbytes))
-        return (Status.CUDA_SUCCESS,)
+        return self.cuMemsetD8Async(address, value, nbytes, cuda.DEFAULT_STREAM)
 
-    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, _: Any) -> tuple[Any, ...]:
-        bytes_at(address, nbytes)[:] = value
+    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, at: int) -> tuple[Any, ...]:
+        span = Span(address, nbytes, True)
+
+        def fill() -> None:
+            self.touch(span)
+            bytes_at(address, nbytes)[:] = value
+
+        self.streams.give(at, fill, span)
         return (Status.CUDA_SUCCESS,)
 
     def cuMemcpyHtoD(self, target: int, source: int, nbytes: int) -> tuple[Any, ...]:
-        self._default.append((target, ctypes.string_at(source, nbytes)))
-        return (Status.CUDA_SUCCESS,)
+        return self.cuMemcpyHtoDAsync(target, source, nbytes, cuda.DEFAULT_STREAM)
 
     def cuMemcpyDtoH(self, target: int, source: int, nbytes: int) -> tuple[Any, ...]:
-        self._arrive()
-        return self._copy(target, source, nbytes)
+        return self.cuMemcpyDtoHAsync(target, source, nbytes, cuda.DEFAULT_STREAM)
 
-    def _arrive(self) -> None:
-        for address, raw in self._default:
-            ctypes.memmove(int(address), raw, len(raw))
-        self._default.clear()
+    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, at: int) -> tuple[Any, ...]:
+        if self._is_pinned(source):
+            self._give_copy(target, source, nbytes, at)
+            return (Status.CUDA_SUCCESS,)
+        staged, span = ctypes.string_at(source, nbytes), Span(target, nbytes, True)
 
-    def _copy(self, target: int, source: int, nbytes: int, *_: Any) -> tuple[Any, ...]:
-        ctypes.memmove(int(target), int(source), nbytes)
+        def copy() -> None:
+            self.touch(span)
+            ctypes.memmove(target, staged, nbytes)
+
+        self.streams.give(at, copy, span)
         return (Status.CUDA_SUCCESS,)
 
-    cuMemcpyDtoDAsync = cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = _copy
+    def cuMemcpyDtoHAsync(self, target: int, source: int, nbytes: int, at: int) -> tuple[Any, ...]:
+        self._give_copy(target, source, nbytes, at)
+        if not self._is_pinned(target):
+            self.streams.wait(at)
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, nbytes: int, at: int) -> tuple[Any, ...]:
+        self._give_copy(target, source, nbytes, at)
+        return (Status.CUDA_SUCCESS,)
+
+    def _give_copy(self, target: int, source: int, nbytes: int, at: int) -> None:
+        spans = Span(target, nbytes, True), Span(source, nbytes)
+
+        def copy() -> None:
+            self.touch(*spans)
+            ctypes.memmove(target, source, nbytes)
+
+        self.streams.give(at, copy, *spans)
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(first <= address < first + n for first, n in self._pinned.items())
 
     def cuStreamCreate(self, _: int) -> tuple[Any, ...]:
-        return Status.CUDA_SUCCESS, 1
+        return Status.CUDA_SUCCESS, self.streams.create()
 
     def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
-        if stream == cuda.DEFAULT_STREAM:
-            self._arrive()
+        self.streams.wait(stream)
         return (Status.CUDA_SUCCESS,)
 
     def cuStreamDestroy(self, _: int) -> tuple[Any, ...]:
@@ -181,7 +243,7 @@ class FakeDriver:
     cuDevicePrimaryCtxRelease = cuCtxSetCurrent
 
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        self._arrive()
+        self.streams.wait_for_all()
         return (Status.CUDA_SUCCESS,)
 
     def cuDeviceGetName(self, _: int, device: int) -> tuple[Any, ...]:
@@ -224,10 +286,28 @@ class FakeDevice:
         self.threads.append(threading.get_ident())
 
     def synchronize(self) -> None:
-        pass
+        self.driver.streams.wait_for_all()
 
     def close(self) -> None:
         pass
+
+
+class HostSession:
+    """A graph on a stream of ours: its runs are under way when they return, unless told to wait."""
+
+    def __init__(self, session: ort.InferenceSession, stream: cuda.Stream) -> None:
+        self._session, self._stream = session, stream
+
+    def io_binding(self) -> ort.IOBinding:
+        return self._session.io_binding()
+
+    def run_with_iobinding(
+        self, binding: ort.IOBinding, options: ort.RunOptions | None = None
+    ) -> None:
+        later(self._stream, lambda: self._session.run_with_iobinding(binding))
+        waits_not = "disable_synchronize_execution_providers"
+        if options is None or options.get_run_config_entry(waits_not) != "1":
+            self._stream.synchronize()
 
 
 class HostKernels:
@@ -236,34 +316,52 @@ class HostKernels:
     def __init__(self, target: str, folder: object) -> None:
         assert target == "sm_90"
 
-    def noise(self, call: NoiseCall, stream: object) -> None:
-        shape = (call.batch, call.rows, call.candidates)
-        out = np.empty(shape, np.float32)
-        seed, frame = (
-            bytes_at(at, call.batch * 8).view(np.int64) for at in (call.seed, call.frame)
-        )
-        gumbel(seed, frame, out)
-        bytes_at(call.out, out.nbytes)[:] = out.reshape(-1).view(np.uint8)
-
-    def back(self, table: int, rows: int, batch: int, stream: object) -> None:
-        for current, following, nbytes, _ in self._rows(table, rows):
-            ctypes.memmove(int(current), int(following), int(nbytes) * batch)
-
-    def move(self, table: int, rows: int, source: int, target: int, stream: object) -> None:
-        for current, _, nbytes, _ in self._rows(table, rows):
-            ctypes.memmove(
-                int(current) + target * int(nbytes),
-                int(current) + source * int(nbytes),
-                int(nbytes),
+    def noise(self, call: NoiseCall, stream: cuda.Stream) -> None:
+        def draw() -> None:
+            out = np.empty((call.batch, call.rows, call.candidates), np.float32)
+            seed, frame = (
+                bytes_at(at, call.batch * 8).view(np.int64) for at in (call.seed, call.frame)
             )
+            gumbel(seed, frame, out)
+            bytes_at(call.out, out.nbytes)[:] = out.reshape(-1).view(np.uint8)
 
-    def reset(self, table: int, rows: int, slot: int, stream: object) -> None:
-        for current, _, nbytes, fill in self._rows(table, rows):
-            row = bytes_at(int(current) + slot * int(nbytes), int(nbytes))
-            row[:] = np.resize(np.frombuffer(int(fill).to_bytes(8, "little"), np.uint8), row.size)
+        later(stream, draw)
 
-    def spread(self, target: int, nbytes: int, itemsize: int, stream: object) -> None:
-        bytes_at(target, nbytes)[:] = 0x3C
+    def back(self, table: int, rows: int, batch: int, stream: cuda.Stream) -> None:
+        def copy() -> None:
+            for current, following, nbytes, _ in self._rows(table, rows):
+                ctypes.memmove(int(current), int(following), int(nbytes) * batch)
+
+        later(stream, copy)
+
+    def move(self, table: int, rows: int, source: int, target: int, stream: cuda.Stream) -> None:
+        def copy() -> None:
+            for current, _, nbytes, _ in self._rows(table, rows):
+                ctypes.memmove(
+                    int(current) + target * int(nbytes),
+                    int(current) + source * int(nbytes),
+                    int(nbytes),
+                )
+
+        later(stream, copy)
+
+    def reset(self, table: int, rows: int, slot: int, stream: cuda.Stream) -> None:
+        def fill() -> None:
+            for current, _, nbytes, value in self._rows(table, rows):
+                row = bytes_at(int(current) + slot * int(nbytes), int(nbytes))
+                raw = np.frombuffer(int(value).to_bytes(8, "little"), np.uint8)
+                row[:] = np.resize(raw, row.size)
+
+        later(stream, fill)
+
+    def spread(self, target: int, nbytes: int, itemsize: int, stream: cuda.Stream) -> None:
+        span = Span(target, nbytes, True)
+
+        def fill() -> None:
+            cuda.driver().touch(span)
+            bytes_at(target, nbytes)[:] = 0x3C
+
+        later(stream, fill, span)
 
     def close(self) -> None:
         pass
@@ -279,7 +377,11 @@ class HostRings:
         self.shape = shape
         self.io = np.float32 if shape.cache is CacheType.FLOAT32 else np.uint16
 
-    def launch(self, params: RingParams, stream: object) -> None:
+    def launch(self, params: RingParams, stream: cuda.Stream) -> None:
+        copied = RingParams.from_buffer_copy(params)
+        later(stream, lambda: self._run(copied))
+
+    def _run(self, params: RingParams) -> None:
         shape, batch = self.shape, params.batch
         pointers = "q k_new v_new out k_cache v_cache positions slots partials arrivals".split()
         pointers += ["k_scale", "v_scale"] if shape.cache.is_scaled else []
@@ -299,6 +401,11 @@ class HostRings:
         places = slots.copy()
         slots = np.arange(batch)  # in the copies made here
         starts = (places[:, None] * params.slot_stride_bytes + lie).reshape(-1)
+        for b, position in enumerate(positions):
+            valid = min(int(position) + shape.rows_per_step, shape.capacity)
+            for start in starts[b * shape.capacity :][:valid].tolist():
+                for at in (params.k_cache, params.v_cache):
+                    cuda.driver().touch(Span(at + start, shape.row_bytes, is_written=True))
         k_cache, v_cache = (
             np.stack([bytes_at(at + int(start), shape.row_bytes) for start in starts])
             .view(STORED_DTYPES[shape.cache])
@@ -357,7 +464,7 @@ def install(
     driver = FakeDriver(total_bytes)
 
     def load(sessions: cuda_sessions.CudaSessions, stage: StageSpec) -> object:
-        return ort_executor.load_stage(sessions.bundle, stage)
+        return HostSession(ort_executor.load_stage(sessions.bundle, stage), sessions._stream)
 
     monkeypatch.setattr(cuda, "_driver", driver)
     monkeypatch.setattr(cuda_sessions, "MEMORY", "cpu")

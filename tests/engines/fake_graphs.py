@@ -1,7 +1,8 @@
-"""CUDA graphs on the fake driver: what is enqueued while capturing is kept, and done when replayed.
+"""CUDA graphs on the fake driver: what is enqueued while capturing is kept, given when replayed.
 
-As on a GPU, nothing runs while it is captured. So a part that is missing from a capture, or in the
-wrong place, is silence or a wrong sound later, and what was captured can be read in order.
+As on a GPU, nothing runs while it is captured, and a replay is only under way when it returns. So a
+part that is missing from a capture, or in the wrong place, is silence or a wrong sound later, and
+what was captured can be read in order.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ class Work:
     """One thing on the stream."""
 
     kind: str
-    """plan, ring, noise, state, copy_in or copy_out."""
+    """plan, graph, ring, noise, state, copy_in or copy_out."""
     tensors: dict[str, int]
     """Of a plan: name -> address. Of a ring: "qkv" and "attended"."""
     profile: int
@@ -79,6 +80,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
 
     none: Callable[..., dict[str, int]] = lambda *_: {}  # noqa: E731
     keep(fake_tensorrt.IExecutionContext, "execute_async_v3", "plan", _bound)
+    keep(fake_driver.HostSession, "run_with_iobinding", "graph", none)
     keep(fake_driver.HostRings, "launch", "ring", _of_ring)
     keep(fake_driver.HostKernels, "noise", "noise", none)
     keep(fake_driver.HostKernels, "back", "state", none)

@@ -20,7 +20,7 @@ from engines.kernels import lm_reference as ref
 from engines.kernels.linear_choice import Finish
 from engines.program import Bound
 from engines.tensor_file import STORED
-from tests.engines.fake_driver import bytes_at
+from tests.engines.fake_driver import bytes_at, later
 
 Array = NDArray[Any]
 Weight = Callable[[str], Array]
@@ -38,7 +38,7 @@ class HostFamily:
         assert kernel is not None
         compute = _depth if kernel.kind == "depth" else _gated
         weight = functools.cache(_weight(bindable))
-        return lambda: compute(bindable, weight)
+        return lambda: later(bindable.stream, lambda: compute(bindable, weight))
 
     def close(self) -> None:
         pass

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from engines import cuda
 from engines.ort_executor import STORAGE
 
 __version__ = "1.7.1.116"
@@ -216,7 +217,8 @@ class IExecutionContext:
             shape = tuple(size if length == -1 else length for length in dims)
             _touch(self._addresses[name], shape, STORAGE[bundle_dtype][0])
             bind(name, "cpu", 0, STORAGE[bundle_dtype][1], shape, self._addresses[name])
-        self._engine._session.run_with_iobinding(binding)
+        session = self._engine._session
+        cuda.driver().streams.give(stream_handle, lambda: session.run_with_iobinding(binding))
         return True
 
     def _complain(self, message: str) -> bool:

@@ -1,6 +1,7 @@
-"""The arena on memory that faults: whatever sessions do, no tick writes where nothing is mapped."""
+"""The arena on memory that faults and is late: no tick touches what is not there, or not yet."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,12 +17,18 @@ SLOTS = 6
 
 
 class FaultyMemory:
-    """Bytes that may be touched only where a page is mapped; new pages are full of junk."""
+    """Bytes that may be touched only where a page is mapped; new pages are full of junk.
+
+    Fills and copies happen when somebody waits for them, and nobody may touch or unmap what is
+    still to be done.
+    """
 
     def __init__(self, nbytes: int, pages: int = 1 << 30) -> None:
         self.bytes = np.full(nbytes, 0xAA, np.uint8)
         self.mapped: set[int] = set()
         self.pages = pages
+        self._under_way: list[tuple[Callable[[], None], set[int]]] = []
+        """What to do, and the pages it touches."""
 
     @property
     def committed_bytes(self) -> int:
@@ -35,21 +42,36 @@ class FaultyMemory:
         self.bytes[page * PAGE : (page + 1) * PAGE] = 0xAA
 
     def unmap_page(self, page: int) -> None:
+        self._check_settled({page})
         self.mapped.remove(page)
 
     def fill(self, offset_bytes: int, nbytes: int, value: int) -> None:
-        self.at(offset_bytes, nbytes)[:] = value
+        there, pages = self._mapped_at(offset_bytes, nbytes)
+        self._under_way.append((lambda: there.fill(value), pages))
 
     def copy(self, target_bytes: int, source_bytes: int, nbytes: int) -> None:
-        self.at(target_bytes, nbytes)[:] = self.at(source_bytes, nbytes)
+        target, pages = self._mapped_at(target_bytes, nbytes)
+        source, others = self._mapped_at(source_bytes, nbytes)
+        self._under_way.append((lambda: np.copyto(target, source), pages | others))
 
     def settle(self) -> None:
-        pass
+        for work, _ in self._under_way:
+            work()
+        self._under_way.clear()
 
     def at(self, offset: int, nbytes: int) -> np.ndarray:
-        for page in range(offset // PAGE, (offset + nbytes - 1) // PAGE + 1):
-            assert page in self.mapped, f"page {page} is touched and not mapped"
-        return self.bytes[offset : offset + nbytes]
+        there, pages = self._mapped_at(offset, nbytes)
+        self._check_settled(pages)
+        return there
+
+    def _check_settled(self, pages: set[int]) -> None:
+        for _, others in self._under_way:
+            assert not pages & others, f"{pages & others} are touched before they are settled"
+
+    def _mapped_at(self, offset: int, nbytes: int) -> tuple[np.ndarray, set[int]]:
+        pages = set(range(offset // PAGE, (offset + nbytes - 1) // PAGE + 1))
+        assert pages <= self.mapped, f"{pages - self.mapped} are touched and not mapped"
+        return self.bytes[offset : offset + nbytes], pages
 
 
 def rings(slots: int = SLOTS, in_places: bool = False) -> ArenaLayout:
@@ -213,6 +235,7 @@ def test_a_new_session_finds_nothing_of_the_one_before() -> None:
     for _ in range(25):
         sessions.tick()
     arena.begin(1)
+    memory.settle()
     for family in layout.families:
         for base in family.base_pages:
             for page in family.span(1):
@@ -227,6 +250,7 @@ def test_a_session_that_is_made_old_has_all_its_pages_at_once(layout: ArenaLayou
     sessions = Sessions(Arena(layout, memory, ahead_ticks=6), memory)
     for ticks in (0, 13, 19, 5):
         sessions.arena.begin(0, ticks)
+        memory.settle()
         for family in layout.families:
             for name in family.names:
                 valid = family.clock.valid_rows(ticks + 1)
@@ -357,3 +381,23 @@ def test_a_prompt_nobody_waits_for_gives_its_pages_back(layout: ArenaLayout) -> 
     for _ in range(60):
         sessions.tick()
     assert len(memory.mapped) == before
+
+
+def test_what_is_mapped_at_once_can_be_used_at_once(layout: ArenaLayout) -> None:
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory)
+    arena.begin(0)
+    arena.map_all_due()
+    for page in memory.mapped:
+        assert not memory.at(page * PAGE, PAGE).any()
+
+
+def test_a_page_that_is_still_being_filled_is_not_taken_away(layout: ArenaLayout) -> None:
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=1)
+    arena.park(SLOTS - 1, 12)
+    arena.leave(SLOTS - 1)
+    arena.begin(SLOTS - 1)  # wipes what it has, and needs less
+    memory.pages = len(memory.mapped)
+    arena.begin(0)
+    assert arena.counts.unmapped > 0

@@ -1,17 +1,19 @@
 """The CUDA executor against the CPU's: on a fake driver everywhere, on a GPU where there is one."""
 
+import itertools
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from engines import cuda
 from engines.bundle import Bundle, BundleError
 from engines.cuda_executor import CudaExecutor, CudaOptions
 from engines.executor import Executor, SettingError
 from engines.gpu import NotReady
 from engines.ort_executor import OrtExecutor
-from tests.engines import fake_driver, toy
+from tests.engines import fake_driver, fake_graphs, toy
 from tests.engines.conftest import PAGED_ROWS
 from tests.engines.fake_driver import FakeDevice, FakeDriver
 
@@ -37,14 +39,56 @@ def run_calls(executor: Executor, ticks: int) -> list[bytes]:
     return heard
 
 
-def test_calls_sound_as_on_the_cpu_bit_for_bit(toy_bundle: Bundle, driver: FakeDriver) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_calls_sound_as_on_the_cpu_bit_for_bit(
+    toy_bundle: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    fake_graphs.install(monkeypatch)
     expected = run_calls(OrtExecutor(toy_bundle, 4), 1300)
-    executor = CudaExecutor(toy_bundle, 4, EAGER)
+    executor = CudaExecutor(toy_bundle, 4, CudaOptions(graphs=graphs))
     assert run_calls(executor, 1300) == expected
     assert executor.arena.counts.late == 0
     executor.close()
     assert driver.held == {}
     assert driver.pages == 0
+
+
+def test_an_executor_that_was_opened_has_nothing_under_way(
+    toy_bundle: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even what a library does to its weights, on a stream of its own, when it runs first."""
+    opened, library = CudaExecutor._open_stages, cuda.Stream()
+    loaded: list[bool] = []
+
+    def load(executor: CudaExecutor) -> None:
+        opened(executor)
+        fake_driver.later(library, lambda: loaded.append(True))
+
+    def watched(executor: CudaExecutor, batch: int) -> None:
+        assert loaded == [True]
+
+    monkeypatch.setattr(CudaExecutor, "_open_stages", load)
+    monkeypatch.setattr(CudaExecutor, "_prepare", watched)
+    executor = CudaExecutor(toy_bundle, 2, EAGER)
+    assert driver.streams.is_idle
+    executor.close()
+
+
+def test_a_timed_tick_is_a_tick(toy_bundle: Bundle, driver: FakeDriver) -> None:
+    heard = []
+    for timed in (False, True):
+        executor = CudaExecutor(toy_bundle, 2, EAGER)
+        executor.audio_in[0] = 0.25
+        executor.join(0, {})
+        spent = np.zeros(len(executor.stage_names()), np.int64)
+        if timed:
+            executor.step_timed(1, itertools.count(1).__next__, spent)
+        else:
+            executor.step(1)
+        assert timed == bool(spent.all())
+        heard.append(executor.audio_out[0].tobytes())
+        executor.close()
+    assert heard[0] == heard[1] != bytes(len(heard[0]))
 
 
 def test_only_live_rows_move_on(toy_bundle: Bundle, driver: FakeDriver) -> None:

@@ -44,6 +44,9 @@ def test_a_session_of_the_cpu_goes_on_bit_for_bit_on_the_gpu(
         hear(executor, 2, 0)  # the others' ticks go on
     parking.settle(3, 2, {}, saved.values)
     assert executor.arena.age(2) == ticks
+    taken = snapshot.save(parking, manifest, 2, age)  # no tick has settled anything
+    for name, array in (*saved.rings.items(), *saved.values.items()):
+        assert (taken.rings | taken.values)[name].tobytes() == array.tobytes(), name
     for tick in range(40):
         draw = np.random.default_rng(1000 + tick)
         frame = draw.standard_normal(toy.SAMPLES)

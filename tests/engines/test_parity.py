@@ -79,6 +79,7 @@ def injured(
         def both() -> None:
             run()
             if wanted == name:
+                executor.stream.synchronize()
                 change()
 
         return both

@@ -18,12 +18,14 @@ class RecordingStream:
         self.done: list[str] = []
         self.recorded: list[str] | None = None
         self.is_broken = False
+        self.waits = 0
 
     def enqueue(self, what: str) -> None:
         (self.done if self.recorded is None else self.recorded).append(what)
 
     def synchronize(self) -> None:
         assert self.recorded is None, "waiting for a stream that is being captured"
+        self.waits += 1
 
     def capture_is_broken(self) -> bool:
         return self.is_broken
@@ -92,8 +94,10 @@ def test_a_tick_is_warmed_up_then_captured_then_only_replayed(stream: RecordingS
     graphs.capture(1, parts(stream, "one"))
     warm = ["encode", "think", "decode"] * WARM_UPS + ["one"] * WARM_UPS
     assert stream.done == warm
+    assert stream.waits == 2 * (WARM_UPS + 1), "every warm-up is over, and every graph is there"
     graphs.replay(3)
     graphs.replay(1)
+    assert stream.waits == 2 * (WARM_UPS + 1), "a tick waits once, and that is not here"
     assert stream.done[len(warm) :] == ["encode", "think", "decode", "one"]
     assert (graphs.nodes(3), graphs.nodes(1)) == (3, 1)
 
@@ -108,8 +112,9 @@ def test_time_stamps_lie_between_all_parts(
     assert not graphs.has_timed(2)
     graphs.capture_timed(2, both)
     stream.done.clear()
-    spent = np.zeros(2, np.int64)
+    spent, before = np.zeros(2, np.int64), stream.waits
     graphs.replay_timed(2, spent)
+    assert stream.waits == before + 1
     first = CountingEvent.made - 2
     stamps = [f"stamp {first + n}" for n in range(3)]
     assert stream.done == [stamps[0], "encode", stamps[1], "decode", stamps[2]]

@@ -33,7 +33,6 @@ from export.models.streaming import counter
 from export.ring_stages import RingStage, Scales, Wires
 from export.to_onnx import Weights, graph_bytes
 from tests.engines import fake_driver
-from tests.engines.fake_driver import FakeDriver
 
 pytestmark = pytest.mark.torch
 
@@ -67,7 +66,6 @@ UNITS = st.one_of(
     st.integers(-130, 130).map(lambda x: x + 0.5),
 )
 """Multiples of the scale: anything, what lies between two codes, and what is larger than any."""
-STREAM: Stream = None  # type: ignore[assignment]
 NEAR = 1e-5
 """Of a step: what a library's sine and cosine leave uncertain."""
 
@@ -152,7 +150,6 @@ def test_a_twin_stores_the_reference_s_codes_and_attends_to_them(
 def test_the_kernel_is_given_each_stage_s_scales_and_rows_of_bfloat16(
     dtype: Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_driver.install(monkeypatch)
     shape, random = (2, 64, 4, 1), np.random.default_rng(3)
     heads, dim, rows, _ = shape
     cut = ring_stage(dtype, *shape)
@@ -167,7 +164,8 @@ def test_the_kernel_is_given_each_stage_s_scales_and_rows_of_bfloat16(
         for name in ("first", "second")
     ]
     scales = {stage.name: random.uniform(0.01, 0.05, (2, heads)).astype("f4") for stage in stages}
-    device: Any = fake_driver.FakeDevice(FakeDriver())
+    driver = fake_driver.install(monkeypatch)
+    device: Any = fake_driver.FakeDevice(driver)
     launcher = RingLauncher(stages, 2, device, Path(), lambda stage: scales[stage.name])
     bits = (random.normal(0, 2, (2, 3 * heads * dim)).astype("f4").view("u4") >> 16).astype("u2")
     qkv, position = (bits.astype("u4") << 16).view("f4"), np.array([1, 9])
@@ -182,7 +180,9 @@ def test_the_kernel_is_given_each_stage_s_scales_and_rows_of_bfloat16(
             tuple(Bound(t, Buffer(t.name.removesuffix(NEXT), 0)) for t in stage.outputs),
         )
         places = {Buffer(name, 0): DevicePtr(x.ctypes.data) for name, x in held.items()}
-        launcher.bind(step, 2, places.__getitem__, STREAM)()
+        stream = Stream()
+        launcher.bind(step, 2, places.__getitem__, stream)()
+        stream.synchronize()
         given_ = {"qkv": qkv, "position": position, "ring.k": before[0], "ring.v": before[1]}
         given_ |= {"ring.k_scale": scales[stage.name][:1], "ring.v_scale": scales[stage.name][1:]}
         attended, k, v = twin(dtype, shape).run(None, given_)

@@ -152,6 +152,7 @@ def test_the_first_run_on_a_gpu_asks_every_attention_alone(
     before = ring_tick.wire(executor, "temporal_00.attended")
     fake_driver.bytes_at(executor.wire_address("temporal_00.qkv"), rows // 3)[:] = 0x3D
     executor.stage("temporal_00_attention", 1)()
+    executor.stream.synchronize()
     assert ring_tick.wire(executor, "temporal_00.attended") != before
     executor.close()
 
