@@ -19,8 +19,8 @@ from export.source import Source, from_modules
 
 CODEC, LM = "codec.safetensors", "lm.safetensors"
 NOTICE = (
-    "pocket: made here from synthetic speech (espeak-ng, flite, a Piper voice); knows a front "
-    "desk's few sentences and nothing else. See its model card"
+    "pocket: made here from synthetic speech (espeak-ng, flite, a Piper voice, Kokoro-82M); knows "
+    "a front desk's few sentences and nothing else. See its model card"
 )
 
 

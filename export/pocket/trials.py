@@ -76,6 +76,8 @@ class Verdict:
     stop_s: float | None = None
     """From an interruption to the model's silence."""
     spoke_in_pause: bool | None = None
+    """It said words between the first pause and the caller's end: what a pause in a number draws
+    out of it is mostly heard when the caller has gone on. In silence: within 1.5 s."""
     hummed: bool = False
     """It said "mm-hmm" in a pause."""
     went_on: bool | None = None
@@ -178,7 +180,7 @@ def judge(trial: Trial, sound: Sound, text: Sequence[int], delay_s: float = FRAM
         spoke = _stop(heard, trial.interrupts_s) is not None
         return Verdict(went_on="right" in after if spoke else None, words=spoken)
     if trial.kind == "pause":
-        inside = [w for at, w in words if any(a < at < b for a, b in trial.pauses)]
+        inside = [w for at, w in words if trial.pauses[0][0] < at < trial.ends_s]
         spoke = any(word != "mm-hmm" for word in inside)
         return Verdict(right, gap, None, spoke, "mm-hmm" in inside, words=spoken)
     return Verdict(right, gap, words=spoken)

@@ -85,6 +85,8 @@ def test_words_in_a_pause_count_and_a_hum_does_not() -> None:
     sound = spoken((middle, middle + 0.3))
     spoke = trials.judge(trial, sound, written(middle, "sorry"))
     assert spoke.spoke_in_pause is True
+    late = trials.judge(trial, sound, written(trial.ends_s - 0.1, "sorry"))
+    assert late.spoke_in_pause is True
     hummed = trials.judge(trial, sound, written(middle, "mm-hmm"))
     assert hummed.spoke_in_pause is False
     assert hummed.hummed
