@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -125,6 +126,15 @@ def test_what_was_written_is_read_back(desk: Desk) -> None:
     assert (call.end["index"], call.end["why"], call.end["at_ns"]) == (2, Why.FINISHED, 5)
     assert call.dropped_bytes == 0
     assert desk.ledger.closed.popleft() == 1
+
+
+@pytest.mark.parametrize("length", range(17))
+def test_a_head_takes_whole_lines_of_16_bytes_and_no_line_too_many(length: int) -> None:
+    head = header(caller="x" * length)
+    raw = ledger.encode_header(head)
+    body = msgspec.json.encode(head)
+    assert len(raw) % 16 == 0
+    assert 0 <= len(raw) - len(ledger.MAGIC) - 4 - len(body) < 16
 
 
 def test_the_first_four_outcomes_are_the_lines_own_words() -> None:
