@@ -272,3 +272,16 @@ def test_audio_that_was_looked_for_late_is_not_late_itself() -> None:
 
     assert run(knows=False).counts.holes > 5
     assert run(knows=True).counts.holes == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ppm", [300.0, -300.0])
+def test_an_hour_of_a_clock_that_is_off_is_an_hour_of_frames(ppm: float) -> None:
+    run = talk(3600, loss=0.01, jitter_ns=20 * NS_PER_MS, skew_ppm=ppm)
+    counts = run.buffer.counts
+    assert counts.frames == 3600 * RATE_HZ // SAMPLES - 1
+    assert counts.cut_samples == 0
+    # A second and more is what the clocks are apart by then; what waits is not.
+    held_ms = np.array(run.held[20:]) / RATE_HZ * 1000
+    assert held_ms.max() < 100
+    assert counts.concealed_samples < 0.02 * 3600 * RATE_HZ
