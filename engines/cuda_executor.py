@@ -160,7 +160,7 @@ class CudaExecutor:
         self._graphs = TickGraphs(self.stream, self.kind)
         self._closing.callback(self._graphs.close)
         self._parts: dict[int, list[Part]] = {}
-        self._closing.callback(self.device.synchronize)  # if anything below fails
+        self._closing.callback(self.device.synchronize)  # before anything is given back
         for slot in range(slots):
             self.join(slot, {})
         self.arena.map_all_due()  # warming up writes a few rows
@@ -295,7 +295,6 @@ class CudaExecutor:
     def close(self) -> None:
         """See `executor.Executor.close`."""
         self._enter()
-        self.device.synchronize()  # ticks' stream is not the only one
         self._parts = {}
         self._closing.close()
 

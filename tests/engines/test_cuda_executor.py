@@ -99,6 +99,8 @@ def test_only_live_rows_move_on(toy_bundle: Bundle, driver: FakeDriver) -> None:
     assert [int(executor.region("frames", slot)) for slot in range(3)] == [1, 1, 0]
     executor.step(0)
     assert [int(executor.region("frames", slot)) for slot in range(3)] == [1, 1, 0]
+    executor.join(1, {})
+    assert [int(executor.region("frames", slot)) for slot in range(3)] == [1, 0, 0]
     executor.close()
 
 

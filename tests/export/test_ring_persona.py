@@ -121,7 +121,8 @@ def test_a_prompt_fed_on_a_gpu_is_taken_up_as_on_the_cpu(
                 fed[slot] += rows
             if tick == 20:
                 primer.settle(3, 1, GREEDY, primer.open(3, prompt, GREEDY))
-            if tick == 21:
+            if tick == 21:  # its pages go while the device is at work on the tick
+                primer.feed(2, prompt, prompt.shared_rows, 1)
                 primer.leave(2)
             batch += tick >= 20
             executor.audio_in[:batch] = frame[:batch]
