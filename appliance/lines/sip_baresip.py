@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 ANSWERS_S = 4.0
 """What it says is heard when a turn of ours is over; with too many calls one may take a second."""
 
-MEDIA_THREADS = ("Audio TX", "aumem_src")
-"""What it calls the two that each call has for sending: one does, one feeds it. A third throws
-away what came once we have it, which is in no hurry."""
+MEDIA_THREADS = ("Audio TX", "aumem_src", "aumem_play")
+"""What it calls the three that each call has: one sends, one feeds it, one takes what came. The last
+owes nobody a packet, but whoever ends a call waits for it: that is the stack's one thread."""
 LOOK_S = 0.25
 """Between two looks whether there are new ones; a call that changes its codec gets some."""
 
