@@ -39,8 +39,8 @@ ANSWERS_S = 4.0
 """What it says is heard when a turn of ours is over; with too many calls one may take a second."""
 
 MEDIA_THREADS = ("Audio TX", "aumem_src", "aumem_play")
-"""What it calls the three that each call has: one sends, one feeds it, one takes what came. The last
-owes nobody a packet, but whoever ends a call waits for it: that is the stack's one thread."""
+"""What it calls the three that each call has: one sends, one feeds it, one takes what came. The
+last owes nobody a packet, but the stack's one thread waits for it when a call ends."""
 LOOK_S = 0.25
 """Between two looks whether there are new ones; a call that changes its codec gets some."""
 
