@@ -32,6 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     revive.add_argument("bundle", type=Path)
     revive.add_argument("out", type=Path)
     revive.add_argument("--bank", type=Path, required=True, help="what training will go on with")
+    head = verbs.add_parser("head", help="fit anew, on a CPU, what chooses words and when")
+    head.add_argument("bank", type=Path)
+    head.add_argument("run", type=Path, help="checkpoints; its language model's is written anew")
+    head.add_argument("--calls", type=int, default=128, help="that it is fitted to (128)")
+    head.add_argument("--seed", type=int, default=0)
     callers = verbs.add_parser("callers", help="the demo's callers, by voices training never heard")
     callers.add_argument("bank", type=Path, help="made with --voices held-out")
     callers.add_argument("folder", type=Path)
@@ -46,6 +51,12 @@ def main(argv: list[str] | None = None) -> int:
         cast = voices.cast(asked.seed, group)
         index = banks.make(asked.folder, asked.seed, cast, every, say)
         say(f"{asked.folder}: {len(index.callers)} callers, {len(index.chunks)} chunks")
+    if asked.verb == "head":
+        from export.pocket import bank as banks
+        from export.pocket.script import Stage
+        from export.pocket.text_head import refit
+
+        refit(Stage(banks.read(asked.bank)), asked.run, asked.calls, asked.seed, say)
     if asked.verb == "train":
         from export.pocket.lease import Wanted, run
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from export.models import tokens
-from export.pocket import codec_training, lm_training, script
+from export.pocket import checkpoint, codec_training, lm_training, script, text_head
 from export.pocket.lm_training import Pool
 from export.pocket.mix import Mixer
 from export.pocket.model import CODEBOOKS, POCKET
@@ -109,6 +109,25 @@ def test_a_lease_ends_in_time_and_leaves_a_checkpoint_that_continues(
         steps.append(told["steps"])
     assert steps[1] > steps[0] >= 1
     assert any(line.startswith("lm step") for line in said)
+
+
+def test_a_head_is_fitted_anew_and_nothing_else_moves(stage: Stage, tmp_path: Path) -> None:
+    size = lm_training.Size(calls=4, chunk=4, frames=40, batch=4, ticks=39)
+    codec = codec_training.Codec(stage.labels.count, 0)
+    trainer = lm_training.Trainer(Pool(Mixer(stage, CPU), codec, size), stage.labels.count, size)
+    begun = {"steps": 7.0}
+    checkpoint.save(tmp_path, "codec", codec, torch.optim.SGD(codec.parameters(), 0.1), {})
+    checkpoint.save(tmp_path, "lm", trainer.speaker, trainer.optimizer, begun)
+    said: list[str] = []
+    text_head.refit(stage, tmp_path, 3, 0, said.append, frames=40)
+    before = {name: value.clone() for name, value in trainer.speaker.state_dict().items()}
+    assert checkpoint.restore(tmp_path / "lm.safetensors", trainer.speaker) == begun
+    after = trainer.speaker.state_dict()
+    moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    assert moved == ["lm.text_linear.weight"]
+    due = [float(line.split("due ")[1].split("%")[0]) for line in said]
+    before_it, after_it = due
+    assert after_it > before_it, said
 
 
 def test_the_rate_rises_stays_and_falls() -> None:
