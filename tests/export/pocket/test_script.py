@@ -47,7 +47,7 @@ def test_the_desk_waits_before_it_answers_and_not_for_long(calls: list[Call]) ->
             if turn[0].startswith("caller") and reply[0] == "desk":
                 kind = "digit" if turn[0] == "caller digit" else "other"
                 gaps[kind].append(reply[1] - turn[2])
-    assert 0.26 < np.median(gaps["digit"]) < 0.31
+    assert 0.31 < np.median(gaps["digit"]) < 0.37
     assert 0.18 < np.median(gaps["other"]) < 0.26
     assert min(gaps["digit"] + gaps["other"]) > 0.1
 
