@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from export.pocket import checkpoint, forward, script
 from export.pocket.codec_training import Codec
-from export.pocket.lm_training import DIGIT_WEIGHT, PADDING_WEIGHT, Pool, Size, Trainer
+from export.pocket.lm_training import Pool, Size, Trainer
 from export.pocket.mix import Mixer
 from export.pocket.script import Stage
-from export.pocket.world import DIGITS, IDS, PADDING
+from export.pocket.world import PADDING
 
 FRAMES = 250
 """Of a call: 20 s, all that the model looks back on."""
@@ -70,7 +70,7 @@ def refit(
     head = trainer.speaker.lm.text_linear.weight
     before = head.detach().clone()
     say(f"text head before: {told_of(before, seen, asked)}")
-    fit(head, seen, fitted)
+    fit(head, seen, fitted, trainer.weights)
     say(f"text head after {pool.full} calls: {told_of(head.detach(), seen, asked)}")
     checkpoint.save(run, "lm", trainer.speaker, trainer.optimizer, told)
     (run / "lm-moments.safetensors").unlink(missing_ok=True)
@@ -90,12 +90,13 @@ def look(trainer: Trainer) -> Seen:
     return Seen(torch.cat(hidden), torch.cat(due))
 
 
-def fit(head: Tensor, seen: Seen, rows: slice) -> None:
-    """Move ``head`` (words, C) to what ``rows`` of ``seen`` want, in place."""
-    weights = torch.ones(len(head))
-    weights[PADDING] = PADDING_WEIGHT * PADDING_TIMES
-    weights[[IDS[digit] for digit in DIGITS]] = DIGIT_WEIGHT
+def fit(head: Tensor, seen: Seen, rows: slice, weights: Tensor) -> None:
+    """Move ``head`` (words, C) to what ``rows`` of ``seen`` want, in place.
+
+    weights: of each word, as training has them.
+    """
     weight = weights[seen.due[rows]]
+    weight[seen.due[rows] == PADDING] *= PADDING_TIMES
     before = head.detach().clone()
     optimizer = torch.optim.Adam([head], RATE)
     for _ in range(STEPS):

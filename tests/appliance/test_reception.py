@@ -236,9 +236,8 @@ def test_a_caller_who_leaves_while_its_persona_is_fed_frees_its_slot_at_once(
     talking.stop()
 
 
-def test_nothing_waits_for_a_disk_that_is_slow_to_read_a_snapshot(
-    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk that reads snapshots while what is returned is set."""
     turns, read = threading.Event(), snapshots.read
 
     def read_when_told(*given: Any) -> snapshots.Snapshot:
@@ -246,6 +245,13 @@ def test_nothing_waits_for_a_disk_that_is_slow_to_read_a_snapshot(
         return read(*given)
 
     monkeypatch.setattr(snapshots, "read", read_when_told)
+    return turns
+
+
+def test_nothing_waits_for_a_disk_that_is_slow_to_read_a_snapshot(
+    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = slow_disk(monkeypatch)
     talking = Talking(tmp_path, socket)
     talking.client.send(control.Join(50, "test", "x", {}, "alto", ""))
     talking.client.send(control.Join(51, "test", "y", {}, "alto", ""))
@@ -291,13 +297,7 @@ def test_a_call_with_a_persona_is_reset_to_it(talking: Talking) -> None:
 def test_a_long_call_is_reset_however_long_the_disk_takes_to_look_for_its_prompt(
     tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns, read = threading.Event(), snapshots.read
-
-    def read_when_told(*given: Any) -> snapshots.Snapshot:
-        assert turns.wait(DEADLINE_S)
-        return read(*given)
-
-    monkeypatch.setattr(snapshots, "read", read_when_told)
+    turns = slow_disk(monkeypatch)
     turns.set()
     talking = Talking(tmp_path, socket)
     admitted = talking.ask("alto", "Be kind")
