@@ -24,7 +24,7 @@ from appliance import config as configs
 from appliance import control, log
 from appliance.clock import NS_PER_S, Clock, MonotonicClock
 from appliance.config import EXIT_CONFIG, ConfigError
-from appliance.lines import niceness
+from appliance.lines import niceness, sip_pace
 from appliance.lines.boxes import Boxes
 from appliance.lines.limits import Bucket
 from appliance.lines.sip_config import SipConfig
@@ -72,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_sip(args: argparse.Namespace) -> int:
     """Serve until told to stop; the exit code."""
+    if args.worker:
+        sip_pace.tell_nobody(os.environ)
     if args.worker and args.go >= 0 and not _is_wanted(args.go):
         return 0
     try:
@@ -91,7 +93,10 @@ def run_sip(args: argparse.Namespace) -> int:
     command += ["--config", str(args.config), "--socket", str(socket), "--drain", str(args.drain)]
     if args.verbose:
         command.append("--verbose")
-    return Supervisor(command, config.sip.most).run()
+    environ = dict(os.environ)
+    if why := sip_pace.preload(environ):
+        logger.info("%s", why)
+    return Supervisor(command, config.sip.most, environ).run()
 
 
 def _is_wanted(go: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
 from appliance.frame_ring import DownlinkHeader, UplinkHeader
-from appliance.lines.receive import ReceiveBuffer
+from appliance.lines.receive import SPARE_NS, ReceiveBuffer
 from appliance.lines.sip_figures import Took
 from appliance.lines.sip_recorder import Tape
 from appliance.lines.sip_stack import Media
@@ -70,6 +70,8 @@ class HandIn:
         self.lead_ns = LEAD_NS
         self.read_ns = READ_NS
         """How often each call's audio is looked for."""
+        self.due = self.missed = 0
+        """Frames of all calls, and those of them whose tick had begun before."""
         self._least_ns = LEAD_NS
         self.may_stretch = True
         """There is time to make a call's audio a little longer or shorter."""
@@ -88,6 +90,8 @@ class HandIn:
 
     def saw(self, start_ns: int, now_ns: int) -> None:
         """A frame of the tick that starts then is handed in now."""
+        self.due += 1
+        self.missed += now_ns >= start_ns
         # What a longer lead would not have mended says nothing about its length.
         late_ns = min(now_ns - (start_ns - self.lead_ns), MOST_LEAD_NS)
         if start_ns <= self._start_ns:
@@ -154,6 +158,8 @@ class Hearing:
         self._read_ns = now_ns
         self._looked_ns = now_ns
         """When audio was last looked for."""
+        self._opens_ns: int | None = None
+        """When what comes is first kept; None: it is."""
         self._arrived_ns: int | None = None
 
     @property
@@ -167,6 +173,9 @@ class Hearing:
         # Not by today's lead: a call whose lead grows must not have a tick more than it lasts.
         self._tick = grid.tick_at(now_ns + MOST_LEAD_NS) + 1
         self._start_ns = grid.start_ns(self._tick)
+        # What comes more than a frame and its spare before that would be lag for the whole call.
+        take_ns = self._start_ns - self._hand_in.lead_ns
+        self._opens_ns = take_ns - grid.period_ns - SPARE_NS
 
     def leave_out(self, now_ns: int) -> None:
         """What the caller says meanwhile is heard by nobody."""
@@ -175,6 +184,12 @@ class Hearing:
 
     def turn(self, channel: Channel, grid: TickGrid, now_ns: int) -> int:
         """Whatever is due, if anything is; when the next frame's time comes."""
+        if self._opens_ns is not None:
+            if now_ns < self._opens_ns:
+                return self._opens_ns
+            self._opens_ns = None
+            self.leave_out(now_ns)
+            self._read_ns = self._looked_ns = now_ns
         if now_ns >= self._read_ns or now_ns >= self._start_ns - self._hand_in.lead_ns:
             self._read(now_ns)
             self._give(channel, grid, now_ns, self._hand_in.lead_ns)

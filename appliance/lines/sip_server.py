@@ -27,6 +27,7 @@ from appliance.lines.sip_hear import HandIn
 from appliance.lines.sip_recorder import Recorded
 from appliance.lines.sip_records import Records, Row, number_of, row_at_end
 from appliance.lines.sip_stack import Event, Incoming, Stack
+from appliance.lines.strain import Strain
 from appliance.lines.web_pace import TickTimes
 from appliance.log import Seldom
 
@@ -103,6 +104,7 @@ class SipServer:
         """Calls that an operator has had transferred, and the box has not been told."""
         self._numbers = 0
         self._hand_in = HandIn()
+        self._strain = Strain()
         self._sources: dict[str, Bucket] = {}
         self._boxes: Boxes | None = None
         self._stop_ns: int | None = None
@@ -256,6 +258,8 @@ class SipServer:
             return "no box answers"
         if len(self._calls) >= self._config.most:
             return f"{self._config.most} calls are on"
+        if self._strain.why:
+            return self._strain.why
         if len(self._sources) > MOST_SOURCES:
             self._sources.clear()
         per_s = self._config.calls_per_s
@@ -275,6 +279,7 @@ class SipServer:
                 call.hang_up("this line stops", now_ns)
         self._hand_in.look_after(len(self._calls))
         heard = [call.hear(self._clock.now_ns()) for call in self._calls.values()]
+        self._strain.look(self._hand_in.due, self._hand_in.missed, now_ns)
         self._take_ns = min((take_ns for take_ns in heard if take_ns is not None), default=None)
         try:
             if boxes is not None:
@@ -394,6 +399,8 @@ class SipServer:
             why = "no box answers"
         elif len(self._calls) >= self._config.most:
             why = f"{self._config.most} calls are on"
+        elif self._strain.why:
+            why = self._strain.why
         elif self._report is not None and not self._report.sessions_free:
             why = f"the box is full: {self._report.limited_by}"
         self._room(not why, why)

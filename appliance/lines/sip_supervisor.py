@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -142,9 +143,15 @@ class Worker:
 class Supervisor:
     """Keeps one worker process running until it is told to stop."""
 
-    def __init__(self, command: list[str], most_calls: int) -> None:
-        """command: of a worker; ``--go FD --beat FD`` are added. most_calls: that it may take."""
+    def __init__(
+        self, command: list[str], most_calls: int, environ: Mapping[str, str] | None = None
+    ) -> None:
+        """command: of a worker; ``--go FD --beat FD`` are added. most_calls: that it may take.
+
+        environ: what it is started with; None: what we were.
+        """
         self._command = command
+        self._environ = environ
         self._most_resident = RESIDENT_BYTES + most_calls * RESIDENT_CALL_BYTES
         self._worker: subprocess.Popen[bytes] | None = None
         self._spare: Worker | None = None
@@ -179,6 +186,7 @@ class Supervisor:
             start_new_session=True,  # so that Ctrl-C reaches it once, through us
             pass_fds=(told, beat),
             stderr=subprocess.PIPE,
+            env=self._environ,
         )
         os.close(told)
         os.close(beat)

@@ -4,7 +4,9 @@ The sender (a SIP stack's own thread) takes 20 ms at a time and sends silence wh
 nothing. What waits when a frame is handed over is the *lead*: what this process may be late by
 without anybody hearing it, and delay for the whole call. So it starts at `lead_ns`, grows by
 itself when a frame came late (the gap has been heard, and what follows is later by it), and is
-worked off by stretching once it is more than is wanted. When frames have begun to come later for
+worked off by stretching once it is more than is wanted. Before it is gone it is stretched the other
+way: the more calls are on, the later the last of them is handed its frames, and nobody should hear
+that more have come. When frames have begun to come later for
 good (ticks take longer, and the phase at which frames leave has moved) nothing grows by itself, and
 every frame would find the sender dry: so the second time within a second the lead is laid again. It
 never exceeds `MOST_NS`: then the frame is shortened. Nothing is ever flushed because the caller
@@ -26,8 +28,12 @@ half of one for the sender's own jitter."""
 LOOKED_AT = 12
 """Frames (about a second) for all of which it must have been so."""
 
-WORK_OFF_PPM = -10_000.0
-"""A hundredth shorter: 0.8 ms a frame."""
+WORK_OFF_PPM, GROW_PPM = -10_000.0, 10_000.0
+"""A hundredth shorter or longer: 0.8 ms a frame."""
+
+LOW_NS = 21 * NS_PER_MS
+"""With less than that waiting a frame is made longer: the sender takes 20 ms at once, and of less
+than that nothing is left when the next frame comes one take later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +88,6 @@ class Lead:
             return Handover(pad_ns=self.lead_ns, is_late=True)
         self._queued.append(queued_ns)
         too_much = len(self._queued) == LOOKED_AT and min(self._queued) > self.lead_ns + SLACK_NS
-        return Handover(ppm=WORK_OFF_PPM if too_much else 0.0, is_late=is_late)
+        is_low = 0 < queued_ns < LOW_NS
+        ppm = WORK_OFF_PPM if too_much else GROW_PPM if is_low else 0.0
+        return Handover(ppm=ppm, is_late=is_late)

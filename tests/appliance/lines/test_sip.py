@@ -190,6 +190,34 @@ def test_a_box_that_is_full_is_486_and_its_health_says_503(tmp_path: Path) -> No
         assert [row.why.partition(":")[0] for row in running.rows()] == ["refused (memory)"]
 
 
+@pytest.mark.slow
+def test_a_line_that_does_not_keep_up_refuses_more_calls_and_says_so(tmp_path: Path) -> None:
+    with (
+        FakeBox(tmp_path) as box,
+        line(tmp_path, box.path) as running,
+        Phone("bot", running.port) as phone,
+        Phone("bot", running.port) as another,
+        Phone("bot", running.health) as balancer,
+    ):
+        phone.dial()
+        for _ in range(20):  # a machine that has something else to do half of the time
+            os.kill(running.worker(), signal.SIGSTOP)
+            sleep(0.1)
+            os.kill(running.worker(), signal.SIGCONT)
+            sleep(0.1)
+        with pytest.raises(Refused, match="486"):
+            another.dial()
+        running.wait("this line is late")
+        sleep(1.1)  # how often a load balancer's answer is made anew
+        balancer.sequence = 1
+        balancer.send(balancer.request("OPTIONS"))
+        status, text = balancer.answer("OPTIONS")
+        assert status == 503
+        assert "this line is late" in text
+        phone.hang_up()
+        running.wait("call 1 over")
+
+
 def test_a_stack_that_says_much_is_left_out_of_the_log_and_counted() -> None:
     clock = FakeClock()
     calm = Calm(clock)

@@ -4,7 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.clock import NS_PER_MS
-from appliance.lines.transmit import LOOKED_AT, MOST_NS, SLACK_NS, WORK_OFF_PPM, Handover, Lead
+from appliance.lines.transmit import (
+    GROW_PPM,
+    LOOKED_AT,
+    LOW_NS,
+    MOST_NS,
+    SLACK_NS,
+    WORK_OFF_PPM,
+    Handover,
+    Lead,
+)
 
 LEAD_NS = 40 * NS_PER_MS
 
@@ -70,6 +79,18 @@ def test_frames_that_come_later_for_good_find_the_lead_laid_again() -> None:
     assert plans[22:] == [Handover()] * 278
 
 
+def test_frames_that_come_later_bit_by_bit_find_the_lead_grown_before_it_is_gone() -> None:
+    """As when more and more calls are on: 5 ms a second for ten seconds."""
+    sender = Sender(Lead(30 * NS_PER_MS))
+    plans = [
+        sender.hand_over((tick * 80 + min(tick * 2 // 5, 50)) * NS_PER_MS + 7)
+        for tick in range(400)
+    ]
+    assert any(plan.ppm == GROW_PPM for plan in plans)
+    assert sender.gaps_ns == sender.lead.underruns == 0
+    assert plans[-100:] == [Handover()] * 100
+
+
 def test_after_a_pause_on_purpose_the_lead_is_laid_again_and_nobody_was_late() -> None:
     lead = Lead(LEAD_NS)
     lead.hand_over(0)
@@ -89,4 +110,7 @@ def test_whatever_waits_the_bound_holds_and_every_gap_is_counted(queued: list[in
             assert ns - plan.drop_ns == MOST_NS
     assert lead.underruns == sum(ns == 0 for ns in queued[1:])
     assert lead.dropped_ns == sum(plan.drop_ns for plan in plans)
-    assert len(queued) >= LOOKED_AT or all(plan.ppm == 0.0 for plan in plans)
+    shortened = [plan for plan in plans if plan.ppm == WORK_OFF_PPM]
+    assert len(queued) >= LOOKED_AT or not shortened
+    longer = [ns for ns, plan in zip(queued, plans, strict=True) if plan.ppm == GROW_PPM]
+    assert all(0 < ns < LOW_NS for ns in longer)
