@@ -151,8 +151,9 @@ class Hearing:
         """The tick whose frame is handed in next."""
         self._start_ns = 0
         """When it starts."""
-        self._meant: dict[int, tuple[int, int]] = {}
-        """By uplink frame_index: the tick it was meant for and when its last sample arrived."""
+        self._meant: dict[int, tuple[int, int | None]] = {}
+        """By uplink frame_index: the tick it was meant for and when its last sample arrived, unless
+        the caller sends nothing."""
         self._behind = 0
         self._pay_back = False
         self._read_ns = now_ns
@@ -239,9 +240,11 @@ class Hearing:
             if not channel.uplink.put(UplinkHeader(self.sent, 0, arrived_ns), pcm):
                 self.not_taken += 1
                 continue  # the box does not read: it is stopping, or stuck, and will be heard of
-            self._meant[self.sent] = (tick, arrived_ns)
+            is_heard = self.receive.is_streaming
+            self._meant[self.sent] = (tick, arrived_ns if is_heard else None)
             self._meant.pop(self.sent - 64, None)
-            self._took.arrived_to_tick.append(start_ns - arrived_ns)
+            if is_heard:
+                self._took.arrived_to_tick.append(start_ns - arrived_ns)
             self.sent += 1
 
     def came_back(self, header: DownlinkHeader) -> None:

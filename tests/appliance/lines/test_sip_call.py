@@ -254,6 +254,35 @@ def test_a_call_has_a_tick_for_every_80_ms_however_much_earlier_frames_come_to_b
             assert abs(counted - (rig.now_ns - began_ns) / PERIOD_NS) < 1.0
 
 
+def test_whenever_a_call_begins_what_is_said_waits_no_longer_for_its_tick(tmp_path: Path) -> None:
+    """Audio from before the first frame would be lag until it has been stretched away."""
+    for began_ms in range(80):
+        rig = Rig(tmp_path, SipAccount(user="bot"))
+        rig.now_ns += began_ms * NS_PER_MS
+        rig.run(0.05)  # it has the answer, and talks, before we know that it has
+        rig.answer()
+        rig.run(1.0)
+        figures = rig.call.figures()
+        rig.close()
+        assert figures.stretched == figures.cut_ms == 0
+        assert figures.arrived_to_tick is not None
+        # 12 ms before its tick, 8 to spare, a packet, and the 10 ms at which this test looks.
+        assert figures.arrived_to_tick.p50_ms <= 12 + 8 + 20 + 10
+
+
+def test_a_caller_who_sends_nothing_has_nothing_that_waited(rig: Rig) -> None:
+    rig.answer()
+    rig.run(2)
+    rig.talks = False
+    rig.run(4)
+    figures = rig.call.figures()
+    assert figures.noise_ms > 3_000
+    assert figures.arrived_to_tick is not None
+    assert figures.arrived_to_queued is not None
+    assert figures.arrived_to_tick.max_ms < 600
+    assert figures.arrived_to_queued.max_ms < 700
+
+
 def test_a_codec_that_changes_during_the_call_is_followed(rig: Rig) -> None:
     rig.answer()
     rig.run(2)
