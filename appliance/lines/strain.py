@@ -9,11 +9,13 @@ from collections import deque
 
 from appliance.clock import NS_PER_S
 
-LATE_SHARE = 0.02
-"""Of a second's frames: so many that missed their tick make it a late one."""
+MOST_SHARE = 0.05
+"""Of the frames: with more that missed their tick it is time to say no. A call that begins while a
+machine is busy for a moment costs 1 or 2 in a hundred, and that is no reason to."""
 
 LOOKED_AT, LATE_SECONDS = 10, 3
-"""Seconds that are looked at, and how many of them must have been late: one stall is no strain."""
+"""Seconds that are looked at together, and how many of them must each have been as late: one stall
+is no strain."""
 
 
 class Strain:
@@ -40,10 +42,10 @@ class Strain:
         # Nobody looked for longer than a second: these were the same stall.
         self._seconds.extend([(0, 0)] * min(seconds - 1, LOOKED_AT))
         self._due, self._missed = due, missed
-        late = sum(missed > LATE_SHARE * due for due, missed in self._seconds)
+        late = sum(lost > MOST_SHARE * frames for frames, lost in self._seconds)
+        frames, lost = (sum(counts) for counts in zip(*self._seconds, strict=True))
         self.why = ""
-        if late >= LATE_SECONDS:
-            frames, lost = (sum(counts) for counts in zip(*self._seconds, strict=True))
+        if late >= LATE_SECONDS and lost > MOST_SHARE * frames:
             self.why = (
                 f"this line is late: {lost} of {frames} frames of the last {len(self._seconds)} s "
                 f"missed their tick"

@@ -63,6 +63,12 @@ def test_some_that_miss_theirs_now_and_then_are_no_strain() -> None:
     assert not any(line.second(1 / CALLS) for _ in range(30))
 
 
+def test_three_bad_seconds_among_good_ones_are_no_strain() -> None:
+    line = Line()
+    for second in range(60):
+        assert not line.second(0.12 if second % 4 == 0 else 0.0)
+
+
 def test_once_it_is_in_time_again_it_takes_calls_within_ten_seconds() -> None:
     line = Line()
     for _ in range(30):
