@@ -21,7 +21,7 @@ import pytest
 import soundfile as sf
 from numpy.typing import NDArray
 
-from tests.sip_peer import free_port, is_taken, now_s, sleep, ulaw_encode
+from tests.sip_peer import HOST, free_port, is_taken, now_s, sleep, ulaw_encode
 
 MISSING = (
     "apt-get install --no-install-recommends "
@@ -210,7 +210,7 @@ def baresip(
 
 
 KAMAILIO_TLS = """enable_tls=yes
-listen=tls:127.0.0.1:{port}
+listen=tls:{host}:{port}
 loadmodule "tls.so"
 modparam("tls", "tls_method", "TLSv1.2+")
 modparam("tls", "certificate", "{folder}/its.pem")
@@ -218,14 +218,14 @@ modparam("tls", "private_key", "{folder}/its.key")
 """
 
 
-def certificate(folder: Path) -> Path:
-    """An authority of our own, ``authority.pem``, and one for 127.0.0.1 by it; the folder."""
+def certificate(folder: Path, names: str = f"IP:{HOST}") -> Path:
+    """An authority of our own, ``authority.pem``, and one for ``names`` by it; the folder."""
     folder.mkdir()
-    (folder / "names").write_text("subjectAltName = IP:127.0.0.1\n")
+    (folder / "names").write_text(f"subjectAltName = {names}\n")
     for command in (
         "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=authority "
         "-keyout authority.key -out authority.pem",
-        "req -newkey rsa:2048 -nodes -subj /CN=127.0.0.1 -keyout its.key -out its.csr",
+        f"req -newkey rsa:2048 -nodes -subj /CN={HOST} -keyout its.key -out its.csr",
         "x509 -req -in its.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 2 "
         "-extfile names -out its.pem",
     ):
@@ -236,17 +236,19 @@ def certificate(folder: Path) -> Path:
 
 
 @contextmanager
-def kamailio(folder: Path, config: str, *, tls: Path | None = None) -> Iterator[int]:
+def kamailio(
+    folder: Path, config: str, *, tls: Path | None = None, host: str = HOST
+) -> Iterator[int]:
     """Run with ``config`` after the lines that every one of ours needs; its port, UDP and TCP.
 
     tls: where `certificate` put its own; then TLS is at the port after that.
     """
     port = free_port()
     path = folder / "kamailio.cfg"
-    with_tls = "" if tls is None else KAMAILIO_TLS.format(port=port + 1, folder=tls)
+    with_tls = "" if tls is None else KAMAILIO_TLS.format(host=host, port=port + 1, folder=tls)
     path.write_text(
         "debug=1\nlog_stderror=yes\nchildren=2\nauto_aliases=no\n"
-        f"listen=udp:127.0.0.1:{port}\nlisten=tcp:127.0.0.1:{port}\n" + with_tls + config
+        f"listen=udp:{host}:{port}\nlisten=tcp:{host}:{port}\n" + with_tls + config
     )
     with (folder / "kamailio.log").open("wb") as log:
         process = subprocess.Popen(
@@ -260,7 +262,7 @@ def kamailio(folder: Path, config: str, *, tls: Path | None = None) -> Iterator[
         )
     try:
         until = now_s() + 15
-        while not is_taken(port, socket.SOCK_DGRAM):
+        while not is_taken(port, socket.SOCK_DGRAM, host):
             assert process.poll() is None, (folder / "kamailio.log").read_text()
             assert now_s() < until, (folder / "kamailio.log").read_text()
             sleep(0.05)

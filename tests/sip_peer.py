@@ -41,11 +41,11 @@ def free_port() -> int:
                 return port
 
 
-def is_taken(port: int, kind: int = socket.SOCK_STREAM) -> bool:
-    """By somebody on the loopback."""
+def is_taken(port: int, kind: int = socket.SOCK_STREAM, host: str = HOST) -> bool:
+    """By somebody, on the loopback if no other address of this machine is given."""
     with socket.socket(socket.AF_INET, kind) as probe:
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return True
     return False
@@ -255,11 +255,10 @@ class Phone:
         self.send(self.request("ACK", branch=branch))
         if status >= 300:
             raise Refused(status, text)
-        address = re.search(r"^c=IN IP4 (\S+)", text, re.M)
+        addresses = re.findall(r"^c=IN IP4 (\S+)", text, re.M)
         port = re.search(r"^m=audio (\d+)", text, re.M)
-        assert address is not None
         assert port is not None
-        self.media = (address[1], int(port[1]))
+        self.media = (addresses[-1], int(port[1]))  # the audio's own comes after the session's
         return status, text
 
     dial = invite

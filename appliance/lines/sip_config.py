@@ -17,6 +17,8 @@ from appliance.lines.sip_words import plain
 CODECS = {"opus": "opus/48000/1", "g722": "g722/16000/1", "pcma": "pcma", "pcmu": "pcmu"}
 """Ours and the stack's names of what it can speak."""
 
+IPV6 = "is IPv6, and the telephone line speaks IPv4 only"
+
 Codec = Literal["opus", "g722", "pcma", "pcmu"]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 
@@ -45,7 +47,8 @@ class SipAccount(_Table, frozen=True):
     proxy: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9.\-\[\]:;=]*$")] = ""
     """Where to register and call through, if that is not the domain itself."""
     stun: Annotated[str, Meta(max_length=200, pattern=r"^(stun:[A-Za-z0-9.\-\[\]:]+)?$")] = ""
-    """Behind a router: who says what our address is outside, such as "stun:stun.example:3478"."""
+    """Behind a router: who says what our address is outside, such as "stun:stun.example:3478".
+    Each call needs its answers, all the time, so ``allow`` must let it in."""
     codecs: Annotated[tuple[Codec, ...], Meta(min_length=1)] = ("opus", "g722", "pcma", "pcmu")
     """Best first."""
     persona: Annotated[str, Meta(max_length=8000)] = ""
@@ -74,6 +77,9 @@ class SipAccount(_Table, frozen=True):
             raise ValueError(
                 f'account "{self.user}": srtp sends its keys in the clear unless transport = "tls"'
             )
+        for name in ("domain", "proxy", "stun"):
+            if _is_ipv6(value := getattr(self, name).removeprefix("stun:")):
+                raise ValueError(f'account "{self.user}": {name}: "{value}" {IPV6}')
         for rule, what in self.rules:
             if what != sip_transfer.HANG_UP and sip_transfer.address(what) is None:
                 raise ValueError(
@@ -154,6 +160,8 @@ class SipConfig(_Table, frozen=True):
         if self.health:
             endpoint("health", self.health)
         for network in self.allow:
+            if ":" in network:
+                raise ValueError(f'allow: "{network}" {IPV6}')
             try:
                 ipaddress.IPv4Network(network)
             except ValueError as err:
@@ -181,6 +189,12 @@ class SipConfig(_Table, frozen=True):
                     why := sip_transfer.fault(what, self.transfer_to)
                 ):
                     raise ValueError(f'account "{account.user}": {rule}: {why}')
+            server = _address_of_stun(account.stun)
+            if server and self.allow and not any(server in network for network in self.networks):
+                raise ValueError(
+                    f'account "{account.user}": stun: {server} is not in allow, so its answers '
+                    f'would be dropped, and every call ended after 70 s. Add "{server}/32"'
+                )
             if account.record and self.recording is None:
                 raise ValueError(f'account "{account.user}": record = true needs [sip.recording]')
         if self.allow and self.open_to_everybody:
@@ -205,8 +219,23 @@ class SipConfig(_Table, frozen=True):
         return tuple(ipaddress.IPv4Network(network) for network in self.allow)
 
 
+def _is_ipv6(address: str) -> bool:
+    """With a port or without; IPv4 and names have one colon at most."""
+    return address.count(":") > 1
+
+
+def _address_of_stun(stun: str) -> ipaddress.IPv4Address | None:
+    """Of ``stun:ADDRESS:PORT``; None if it is a name, which the stack asks for at each call."""
+    try:
+        return ipaddress.IPv4Address(stun.removeprefix("stun:").partition(":")[0])
+    except ValueError:
+        return None
+
+
 def endpoint(name: str, text: str) -> tuple[ipaddress.IPv4Address, int]:
     """``ADDRESS:PORT``. Raises `ValueError`."""
+    if _is_ipv6(text):
+        raise ValueError(f'{name}: "{text}" {IPV6}. This machine\'s: ip -4 address')
     host, _, port = text.rpartition(":")
     try:
         address = ipaddress.IPv4Address(host)

@@ -25,7 +25,7 @@ from appliance.lines.sip import SAID_BURST, Calm
 from appliance.lines.sip_records import Row, read
 from tests.fakes import FakeClock
 from tests.fakes_line import FakeBox, Trouble
-from tests.sip_peer import RATE_HZ, Phone, Refused, free_port, now_s, sleep
+from tests.sip_peer import HOST, RATE_HZ, Phone, Refused, free_port, now_s, sleep
 from tests.sip_registrar import Registrar
 
 pytestmark = pytest.mark.clock
@@ -36,7 +36,9 @@ ROOT = Path(__file__).resolve().parents[3]
 class Line:
     """A running `duplexbox appliance sip`."""
 
-    def __init__(self, folder: Path, box: Path, extra: str = "", account: str = "") -> None:
+    def __init__(
+        self, folder: Path, box: Path, extra: str = "", account: str = "", host: str = HOST
+    ) -> None:
         self.port = free_port()
         self.health = free_port()
         self.folder = folder
@@ -47,8 +49,8 @@ class Line:
         config = folder / "box.toml"
         config.write_text(
             f'[engine]\nbundle = "b"\n[control]\nsocket = "{box}"\n'
-            f'[sip]\nlisten = "127.0.0.1:{self.port}"\nrecords = "{folder}/sip.sqlite"\n'
-            f'health = "127.0.0.1:{self.health}"\n{extra}\n'
+            f'[sip]\nlisten = "{host}:{self.port}"\nrecords = "{folder}/sip.sqlite"\n'
+            f'health = "{host}:{self.health}"\n{extra}\n'
             f'[[sip.accounts]]\nuser = "bot"\n{account}\n'
         )
         self.log = folder / "sip.log"
@@ -81,9 +83,11 @@ class Line:
 
 
 @contextmanager
-def line(folder: Path, box: Path, extra: str = "", account: str = "") -> Iterator[Line]:
+def line(
+    folder: Path, box: Path, extra: str = "", account: str = "", host: str = HOST
+) -> Iterator[Line]:
     began = now_s()
-    running = Line(folder, box, extra, account)
+    running = Line(folder, box, extra, account, host)
     try:
         running.wait("taking calls")
         running.start_s = now_s() - began

@@ -60,6 +60,17 @@ def test_a_pbx_and_who_may_call() -> None:
     assert [str(network) for network in found.networks] == ["10.0.0.0/24"]
 
 
+@pytest.mark.parametrize("stun", ["stun:10.0.0.3", "stun:10.0.0.3:3478", "stun:stun.example:3478"])
+def test_a_stun_server_is_one_that_allow_has_or_a_name_that_only_the_stack_asks_for(
+    stun: str,
+) -> None:
+    found = sip(
+        'listen = "10.0.0.5:5060"\nallow = ["10.0.0.0/24"]\n'
+        f'accounts = [{{ user = "a", proxy = "edge:5060;transport=tcp", stun = "{stun}" }}]\n'
+    )
+    assert found.accounts[0].stun == stun
+
+
 BOT = 'accounts = [{ user = "bot" }]\n'
 
 
@@ -71,6 +82,22 @@ BOT = 'accounts = [{ user = "bot" }]\n'
         ('listen = "5060"\n' + BOT, "not ADDRESS:PORT"),
         ('listen = "127.0.0.1:0"\n' + BOT, "not ADDRESS:PORT"),
         ('listen = "127.0.0.1:5060"\nallow = ["10.0.0.1/24"]\n' + BOT, "has host bits set"),
+        ('listen = "[2001:db8::5]:5060"\n' + BOT, "is IPv6"),
+        ('listen = "::1"\n' + BOT, "is IPv6"),
+        ('listen = "127.0.0.1:5060"\nallow = ["2001:db8::/32"]\n' + BOT, "is IPv6"),
+        (
+            'listen = "127.0.0.1:5060"\naccounts = [{ user = "a", domain = "[2001:db8::1]:5060" }]',
+            'domain: "[2001:db8::1]:5060" is IPv6',
+        ),
+        (
+            'listen = "127.0.0.1:5060"\naccounts = [{ user = "a", stun = "stun:[2001:db8::1]" }]',
+            'stun: "[2001:db8::1]" is IPv6',
+        ),
+        (
+            'listen = "10.0.0.5:5060"\nallow = ["10.0.0.0/8"]\n'
+            'accounts = [{ user = "a", stun = "stun:192.0.2.1:3478" }]\n',
+            "192.0.2.1 is not in allow, so its answers would be dropped",
+        ),
         ('listen = "127.0.0.1:5060"\naccounts = []\n', "accounts"),
         ('listen = "127.0.0.1:5060"\nrtp_ports = [20000, 20010]\n' + BOT, "too few for 120"),
         ('listen = "127.0.0.1:5060"\njitter_ms = [200, 40]\n' + BOT, "200 is more than 40"),
