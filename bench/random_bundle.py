@@ -3,6 +3,8 @@
 
     python -m bench.random_bundle graphs FOLDER [--batches 1-64] [--attention ring] [--cache int8]
     python -m bench.random_bundle weights FOLDER                    # on the GPU: 15.7 GB in 15 s
+    python -m bench.random_bundle graphs FOLDER --persona [...]     # PersonaPlex's: with a prompt
+    python -m bench.random_bundle hashes FOLDER                     # for certify, which reads them
     duplexbox engines bench FOLDER --executor cuda --no-hashes ...
 
 Fifteen gigabytes need not travel: the graphs are written without weights and say which lie where;
@@ -24,13 +26,15 @@ from torch import Tensor
 
 from engines import bundle
 from engines.bundle import AudioPorts, Dtype, FileSpec, Manifest, ModelInfo, TextPorts, Timing
-from export.build import PIECES
+from export import prompt, tiny
+from export.build import PIECES, TOKENIZER
 from export.caches import DTYPES, LARGEST_CODE, SCALES, Caches
 from export.cli import largest_batch
 from export.hollow import hollow_lm
 from export.kernel_specs import kernels_of, with_kernel
-from export.models.config import MOSHI_7B
+from export.models.config import MOSHI_7B, PERSONAPLEX_7B
 from export.models.mimi import Mimi
+from export.prompt_stages import prompt_graphs
 from export.stages import (
     PCM,
     PCM_OUT,
@@ -51,13 +55,18 @@ REACH = 8.0
 
 
 def write_graphs(
-    folder: Path, batches: int, attention: Attention = "standard", cache: Dtype | None = None
+    folder: Path,
+    batches: int,
+    attention: Attention = "standard",
+    cache: Dtype | None = None,
+    *,
+    prompted: bool = False,
 ) -> None:
     """Everything but the weights; ``folder``/places.json says where each of those lies.
 
-    cache: dtype of 8-bit rings.
+    cache: dtype of 8-bit rings. prompted: calls begin with a prompt; there are no voices.
     """
-    config = MOSHI_7B
+    config = PERSONAPLEX_7B if prompted else MOSHI_7B
     weights = Weights(folder / "stages")
     weights.folder.mkdir(parents=True, exist_ok=True)
     lm, _ = hollow_lm(config.lm, "bfloat16", lambda name: torch.ones(1, 1, _norm(name)))
@@ -72,7 +81,9 @@ def write_graphs(
         (folder / SCALES).parent.mkdir(parents=True, exist_ok=True)
         (folder / SCALES).write_bytes(caches.file())
     graphs = graphs_of(config, mimi, lm, "bfloat16", attention, caches)
-    shared = {graph.name: graph for graph in (each.written() for each in graphs)}.values()
+    asks = prompt_graphs(config, lm, "bfloat16", caches) if prompted else ()
+    written = (graph.written() for graph in (*graphs, *asks))
+    shared = {graph.name: graph for graph in written}.values()
     traces = Traces()
     files = [str(write_graph(graph, weights, traces).relative_to(folder)) for graph in shared]
     kernels = kernels_of(graphs, weights)
@@ -83,7 +94,10 @@ def write_graphs(
     ]
     (folder / PLACES).write_text(json.dumps(places))
     sizes = {f"stages/{file}": FileSpec(UNKNOWN, size) for file, size in weights.files.items()}
-    scales = (SCALES,) if caches else ()
+    beside = [PIECES, *((SCALES,) if caches else ())]
+    if asks:
+        (folder / TOKENIZER).write_bytes(tiny.tokenizer(config))
+        beside.append(TOKENIZER)
     manifest = Manifest(
         format=bundle.FORMAT,
         model=ModelInfo(
@@ -99,8 +113,8 @@ def write_graphs(
         stages=(noise_stage(config), *(with_kernel(graph.spec, kernels) for graph in graphs)),
         audio=AudioPorts(PCM, PCM_OUT, VALID),
         text=TextPorts(TEXT, PIECES, config.silent_ids),
-        files={name: bundle.describe_file(folder / name) for name in (*files, PIECES, *scales)}
-        | sizes,
+        files={name: bundle.describe_file(folder / name) for name in (*files, *beside)} | sizes,
+        prompt=prompt.prompt_spec(config, mimi, asks, TOKENIZER) if asks else None,
     )
     bundle.write(folder, manifest)
     print(
@@ -132,6 +146,17 @@ def write_weights(folder: Path) -> None:
     print(f"{folder}: weights written")
 
 
+def write_hashes(folder: Path) -> None:
+    """Put into the manifest what the weights that were drawn are."""
+    manifest = bundle.read(folder, hashes=False).manifest
+    unknown = [name for name, spec in manifest.files.items() if spec.sha256 == UNKNOWN]
+    with ThreadPoolExecutor(WRITERS) as pool:
+        found = pool.map(bundle.describe_file, (folder / name for name in unknown))
+        files = manifest.files | dict(zip(unknown, found, strict=True))
+    bundle.write(folder, msgspec.structs.replace(manifest, files=files))
+    print(f"{folder}: {len(unknown)} hashes written")
+
+
 def _norm(name: str) -> int:
     """Features of a norm of the language model; all else that is not a matrix would be an error."""
     assert name.endswith("alpha") or name.endswith("norm.alpha"), name
@@ -156,17 +181,21 @@ def _draw(name: str, noise: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("graphs", "weights"))
+    parser.add_argument("what", choices=("graphs", "weights", "hashes"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batches", default="1-160")
     parser.add_argument("--attention", choices=("standard", "ring"), default="standard")
     parser.add_argument("--cache", choices=("e4m3", "int8"), help="8-bit rings")
+    parser.add_argument("--persona", action="store_true", help="calls begin with a prompt")
     args = parser.parse_args()
     if args.what == "graphs":
         cache = DTYPES[args.cache] if args.cache else None
-        write_graphs(args.folder, largest_batch(args.batches), args.attention, cache)
-    else:
+        batches = largest_batch(args.batches)
+        write_graphs(args.folder, batches, args.attention, cache, prompted=args.persona)
+    elif args.what == "weights":
         write_weights(args.folder)
+    else:
+        write_hashes(args.folder)
 
 
 if __name__ == "__main__":
