@@ -2,13 +2,15 @@
 
 Addresses never change; memory comes and goes. Before a tick runs, every row it writes has a page.
 Pages are asked for `ahead_ticks` before they are needed and mapped a few per tick, earliest
-deadline first, while the device is busy with the tick that was just launched; the same work gives
-back the pages of sessions that left. A tick finds a page missing only if the device ran out of
-memory, which is why the executor refuses more slots than fit at full retention.
+deadline first, while the device is busy with the tick that was just launched. Pages of sessions
+that left are given back only as long as it is busy: nobody waits for them, and while nvidia-smi
+ran, small ticks after which pages went back took up to 86 ms (LOG.md). A tick finds a page missing
+only if the device ran out of memory, which is why the executor refuses more slots than fit at full
+retention.
 
     begin(slot)   first pages at once, unless the slot was prepared
     before_tick   map what this tick needs and nobody has mapped yet (counted as late)
-    after_launch  sessions grow older; map and unmap at most `pace` pages
+    after_launch  sessions grow older; map, and unmap, at most `pace` pages
     end           by running a smaller batch: slots beyond it are hung up, parked ones excepted
     park, seat    a slot beyond the batch is filled with a prompt; then it is a session's
 
@@ -20,6 +22,7 @@ Not here: where rings lie (`layout`), the driver (`cuda_memory`), all other stat
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -245,8 +248,11 @@ class Arena:
                         return True
         return False
 
-    def after_launch(self, batch: int) -> None:
-        """Count the tick that was launched, and do a tick's share of mapping and unmapping."""
+    def after_launch(self, batch: int, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Count the tick that was launched, and do a tick's share of mapping and unmapping.
+
+        is_over: whether the device is done with that tick.
+        """
         self.tick += 1
         ages, grows_at = self._ages, self._grows_at
         for slot in range(batch):
@@ -255,7 +261,7 @@ class Arena:
             ages[slot] = age = age + 1
             if age + self.ahead_ticks >= grows_at[slot]:
                 self._hold(slot, age)
-        self._work()
+        self._work(is_over)
 
     def _exchange(self, one: int, other: int) -> None:
         places = self.places
@@ -352,7 +358,7 @@ class Arena:
             pages += self._map_next()
         return pages
 
-    def _work(self) -> None:
+    def _work(self, is_over: Callable[[], bool]) -> None:
         budget = self.pace
         try:
             while budget and self._due:
@@ -360,9 +366,10 @@ class Arena:
             self.is_short = False
         except OutOfPages:
             self.is_short = True  # tried again every tick; a tick that needs the page now fails
-        budget = self.pace
-        while budget and self._unmap_next():
-            budget -= 1
+        for _ in range(self.pace):
+            # One in any case, or a device that is always done would keep all pages for ever.
+            if not self._unmap_next() or is_over():
+                break
 
     def _map_next(self) -> bool:
         """Map the page that is due first; False if that had happened or is no longer wanted."""

@@ -21,6 +21,9 @@ DevicePtr = NewType("DevicePtr", int)
 DEFAULT_STREAM = 0
 """Where the driver's calls without a stream are ordered."""
 
+NOT_READY = 600
+"""CUDA_ERROR_NOT_READY: no error."""
+
 _driver: Any = None
 
 
@@ -76,6 +79,11 @@ class Stream:
 
     def synchronize(self) -> None:
         call("cuStreamSynchronize", self.handle)
+
+    def is_idle(self) -> bool:
+        """Whether all it was given is over, without waiting. How it ended, `synchronize` says."""
+        (status,) = _driver.cuStreamQuery(self.handle)
+        return int(status) != NOT_READY
 
     def capture_is_broken(self) -> bool:
         """True while capturing if something was called that cannot be captured."""

@@ -206,7 +206,7 @@ class CudaExecutor:
                 self._graphs.replay(batch)
             else:
                 run_eagerly(self._parts[batch])
-            self.arena.after_launch(batch)
+            self.arena.after_launch(batch, self.stream.is_idle)
             if self.arena.tick % LOOK_TICKS == 0:
                 self._free_bytes = self.device.free_bytes  # while the device is busy
             self.stream.synchronize()

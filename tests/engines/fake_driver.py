@@ -46,6 +46,7 @@ class Status(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_NOT_READY = 600
 
 
 def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
@@ -219,6 +220,10 @@ class FakeDriver:
     def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
         self.streams.wait(stream)
         return (Status.CUDA_SUCCESS,)
+
+    def cuStreamQuery(self, stream: int) -> tuple[Any, ...]:
+        is_done = self.streams.is_done(stream)
+        return (Status.CUDA_SUCCESS if is_done else Status.CUDA_ERROR_NOT_READY,)
 
     def cuStreamDestroy(self, _: int) -> tuple[Any, ...]:
         return (Status.CUDA_SUCCESS,)

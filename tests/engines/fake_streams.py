@@ -87,6 +87,9 @@ class LateStreams:
         for stream in self._queues:
             self.wait(stream)
 
+    def is_done(self, stream: int) -> bool:
+        return not self._queues[stream]
+
     @property
     def is_idle(self) -> bool:
         return not any(self._queues.values())

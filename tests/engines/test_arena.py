@@ -225,6 +225,41 @@ def test_mapping_is_spread_over_the_ticks_before_it_is_needed(layout: ArenaLayou
     assert arena.counts.late == 0
 
 
+@pytest.mark.parametrize("over_after", [0, 1, 3])
+def test_pages_are_given_back_while_the_device_is_busy_and_one_a_tick_in_any_case(
+    layout: ArenaLayout, over_after: int
+) -> None:
+    """Mapping goes on: a session will need those."""
+    memory = FaultyMemory(layout.growing_bytes)
+    arena = Arena(layout, memory, ahead_ticks=5)
+    assert arena.pace > 5
+    for slot in range(SLOTS):
+        arena.begin(slot, 40)
+    arena.map_all_due()
+    asked = 0
+
+    def is_over() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > over_after
+
+    ticks = 0
+    arena.before_tick(1)
+    while not arena.is_settled:
+        before, asked, ticks = arena.counts.unmapped, 0, ticks + 1
+        arena.after_launch(1, is_over)
+        arena.before_tick(1)
+        given = arena.counts.unmapped - before
+        assert given == over_after + 1 or arena.is_settled
+    assert ticks > 5
+    for slot in range(1, SLOTS):
+        arena.begin(slot)
+    mapped = arena.counts.mapped
+    arena.before_tick(SLOTS)
+    arena.after_launch(SLOTS, lambda: True)
+    assert arena.counts.mapped - mapped > 1
+
+
 def test_a_new_session_finds_nothing_of_the_one_before() -> None:
     layout = rings()
     memory = FaultyMemory(layout.growing_bytes)

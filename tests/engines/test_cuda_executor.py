@@ -158,6 +158,25 @@ def test_memory_is_reported_and_follows_the_calls(toy_bundle: Bundle, driver: Fa
     executor.close()
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_tick_that_is_over_gives_back_no_second_page(
+    toy_bundle: Bundle, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    executor = CudaExecutor(toy_bundle, 4, EAGER)
+    executor.arena.pace = 4
+    for slot in range(4):
+        executor.age(slot, PAGED_ROWS)
+    executor.step(4)
+    if is_over:
+        monkeypatch.setattr(cuda.Stream, "is_idle", lambda _: True)
+    counts = executor.arena.counts
+    before = counts.unmapped
+    executor.step(1)
+    given = counts.unmapped - before
+    assert given == 1 if is_over else given > 1
+    executor.close()
+
+
 def test_settings_are_checked_before_anything_changes(
     toy_bundle: Bundle, driver: FakeDriver
 ) -> None:

@@ -38,7 +38,10 @@ def test_work_is_done_when_somebody_waits_for_its_stream_and_not_before(
     host.array[:] = 2  # too early: it is what arrives
     other.synchronize()
     assert bytes_at(device, 4).tolist() == [0xFF] * 4
+    assert other.is_idle()
+    assert not one.is_idle()
     one.synchronize()
+    assert one.is_idle()
     assert bytes_at(device, 4).tolist() == [2] * 4
     assert bytes(bytes_at(back, 4)) == b"abcd", "taken by the call: its memory may go"
     host.from_device(back, 4, other)
