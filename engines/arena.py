@@ -3,10 +3,9 @@
 Addresses never change; memory comes and goes. Before a tick runs, every row it writes has a page.
 Pages are asked for `ahead_ticks` before they are needed and mapped a few per tick, earliest
 deadline first, while the device is busy with the tick that was just launched. Pages of sessions
-that left are given back only as long as it is busy: nobody waits for them, and while nvidia-smi
-ran, small ticks after which pages went back took up to 86 ms (LOG.md). A tick finds a page missing
-only if the device ran out of memory, which is why the executor refuses more slots than fit at full
-retention.
+that left are given back only as long as it is busy: nobody waits for them, and beside nvidia-smi
+such a call takes 10 ms and more (LOG.md). A tick finds a page missing only if the device ran out of
+memory, which is why the executor refuses more slots than fit at full retention.
 
     begin(slot)   first pages at once, unless the slot was prepared
     before_tick   map what this tick needs and nobody has mapped yet (counted as late)
