@@ -249,8 +249,7 @@ class PhoneCall:
     def admitted(self, message: control.Admitted, now_ns: int, t0_ns: int) -> None:
         """The slot is this caller's: answer. t0_ns: origin of the grid of the box that said so."""
         self.session = message.session
-        period_ns = self._grid.period_ns
-        self._grid = TickGrid(t0_ns, period_ns)
+        self._grid = TickGrid(t0_ns, self._grid.period_ns)
         if self.state is not State.JOINING:  # the caller has gone meanwhile
             self._to_box.append(control.Leave(message.session, "hung up"))
             self._until_ns = now_ns + SETTLE_NS
