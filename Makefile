@@ -1,8 +1,9 @@
 # Two commands set up everything they need: `make demo` and `make test`.
 #
 # Each keeps its own virtual environment, because the demo must stay small (no torch) and the tests
-# need the exporter. A stamp inside the environment is compared with pyproject.toml, so a second
-# run installs nothing and a changed pyproject.toml installs again. No step needs a GPU or root.
+# need the exporter. A stamp inside the environment is compared with pyproject.toml and with what is
+# compiled, so a second run installs nothing and a changed one installs again. No step needs a GPU
+# or root.
 
 PYTHON ?= python3
 # The oldest torch tested, in its CPU build: the default Linux wheel brings gigabytes of CUDA.
@@ -114,7 +115,7 @@ $(DEMO_STAMP): pyproject.toml | python-ok
 	@$(DEMO)/bin/python $(PIP) install --quiet --editable .
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml Makefile | python-ok
+$(DEV_STAMP): pyproject.toml Makefile hatch_build.py appliance/lines/sip_sleep.c | python-ok
 	$(call say,making $(DEV): the exporter and the tools of the tests)
 	@$(PYTHON) -m venv $(DEV)
 	$(call say,installing torch $(TORCH) for the CPU (about 200 MB))
