@@ -4,21 +4,35 @@ Its names must be met before anybody else's, so a worker is started with it (LD_
 none of the programs that it starts itself.
 """
 
+import ctypes
 from collections.abc import MutableMapping
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("sip_sleep.so")
 """Compiled at installation, if there is a compiler. Not this module's name, which would hide it."""
 PRELOAD = "LD_PRELOAD"
+SEPARATORS = set(" :$")
+"""Of names in it, and what the loader puts something else in place of; neither can be quoted."""
 
 
 def preload(environ: MutableMapping[str, str], library: Path = LIBRARY) -> str:
     """Of a process that is started with ``environ``; why not, empty if it is asked for."""
+    why = ""
     if not library.is_file():
+        why = f"there is no {library}"
+    elif set(str(library)) & SEPARATORS:
+        why = f"a space, a colon or a dollar sign is in the name of {library}"
+    else:
+        try:
+            ctypes.CDLL(str(library))
+        except OSError as err:  # of another machine, or where nothing may be executed
+            why = str(err)
+    if why:
         return (
             f"the stack's media threads wake as often as they like, which costs a third more of "
-            f"the processor with many calls: there is no {library}. Install a C compiler (apt-get "
-            f"install gcc libc6-dev), and duplexbox again"
+            f"the processor with many calls: {why}. Install a C compiler (apt-get install gcc "
+            f"libc6-dev), and duplexbox again (pip install --force-reinstall --no-deps "
+            f"--no-cache-dir)"
         )
     environ[PRELOAD] = ":".join(filter(None, [str(library), environ.get(PRELOAD, "")]))
     return ""

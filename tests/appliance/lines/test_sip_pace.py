@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from appliance.lines.sip_pace import LIBRARY, PRELOAD, preload, tell_nobody
 from tests.appliance.lines.test_sip import line, speech
 from tests.fakes_line import FakeBox
-from tests.sip_peer import Phone, now_s, sleep
+from tests.sip_peer import RATE_HZ, Phone, now_s, sleep
 
 STEP_MS = 10
 SENDER_US, FEEDER_US = 4_000, 20_000
@@ -71,6 +73,15 @@ def test_nobody_wakes_early_and_a_thread_that_has_not_slept_has_the_time(
     assert before <= sleeps.tmr_jiffies() <= raw_ms()
 
 
+def test_a_sender_that_was_woken_looks_as_often_as_it_would_have_by_itself(
+    sleeps: ctypes.CDLL,
+) -> None:
+    """Three times, or packets of 5 ms are never sent as fast as they are due."""
+    looks = Counter(woken_ms(sleeps, SENDER_US, 60)).values()
+    assert Counter(looks).most_common(1)[0][0] == 3
+    assert max(Counter(woken_ms(sleeps, FEEDER_US, 10)).values()) == 1
+
+
 def test_a_thread_that_is_waited_for_is_woken(sleeps: ctypes.CDLL) -> None:
     """A call that ends waits for its threads, and with it all that others say."""
     pthread_create = ctypes.CDLL(None).pthread_create
@@ -86,11 +97,8 @@ def test_a_thread_that_is_waited_for_is_woken(sleeps: ctypes.CDLL) -> None:
 
 
 def test_a_worker_is_started_with_it_and_tells_nobody(tmp_path: Path) -> None:
-    library = tmp_path / "sleep.so"
+    library = Path(shutil.copy(LIBRARY, tmp_path / "sleep.so"))
     environ = {PRELOAD: "/usr/lib/theirs.so"}
-    assert "Install a C compiler" in preload(environ, library)
-    assert environ == {PRELOAD: "/usr/lib/theirs.so"}
-    library.touch()
     assert preload(environ, library) == ""
     assert environ == {PRELOAD: f"{library}:/usr/lib/theirs.so"}
     tell_nobody(environ, library)
@@ -99,6 +107,52 @@ def test_a_worker_is_started_with_it_and_tells_nobody(tmp_path: Path) -> None:
     preload(alone, library)
     tell_nobody(alone, library)
     assert alone == {}
+
+
+def test_a_worker_is_started_without_what_the_loader_cannot_load_and_it_is_said(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "my programs"
+    folder.mkdir()
+    empty = tmp_path / "empty.so"
+    empty.touch()
+    for library, why in (
+        (tmp_path / "sleep.so", "there is no"),
+        (Path(shutil.copy(LIBRARY, folder / "sleep.so")), "a space"),
+        (empty, "file too short"),
+    ):
+        environ = {PRELOAD: "/usr/lib/theirs.so"}
+        said = preload(environ, library)
+        assert why in said
+        assert str(library) in said
+        assert "Install a C compiler" in said
+        assert environ == {PRELOAD: "/usr/lib/theirs.so"}
+
+
+class Impatient(Phone):
+    """A telephone that wants short packets."""
+
+    def sdp(self, *, direction: str = "sendrecv", payloads: str = "0 101") -> str:
+        return super().sdp(direction=direction, payloads=payloads) + "a=ptime:5\r\n"
+
+
+@pytest.mark.slow
+@pytest.mark.clock
+def test_a_caller_whose_packets_are_of_5_ms_hears_all_of_a_second_in_a_second(
+    tmp_path: Path,
+) -> None:
+    with (
+        FakeBox(tmp_path) as box,
+        line(tmp_path, box.path) as running,
+        Impatient("bot", running.port) as phone,
+    ):
+        phone.dial()
+        phone.talk(speech(0.5))
+        heard = phone.talk(speech(2.0))
+        phone.hang_up()
+        running.wait("call 1 over")
+    assert heard.pcm.size / heard.arrived_s.size == 5 * RATE_HZ / 1_000
+    assert heard.pcm.size > 0.9 * 2 * RATE_HZ  # half of it, with one packet a wake-up
 
 
 @pytest.mark.slow
