@@ -157,8 +157,8 @@ class SipConfig(_Table, frozen=True):
 
     def __post_init__(self) -> None:
         address, _ = endpoint("listen", self.listen)
-        if self.health:
-            endpoint("health", self.health)
+        if self.health and endpoint("health", self.health) == endpoint("listen", self.listen):
+            raise ValueError(f"health: {self.health} is where calls come in; it needs its own port")
         for network in self.allow:
             if ":" in network:
                 raise ValueError(f'allow: "{network}" {IPV6}')

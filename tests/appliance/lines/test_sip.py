@@ -40,7 +40,8 @@ class Line:
         self, folder: Path, box: Path, extra: str = "", account: str = "", host: str = HOST
     ) -> None:
         self.port = free_port()
-        self.health = free_port()
+        # Of all that are free it may be given the same again.
+        self.health = next(port for port in iter(free_port, 0) if port != self.port)
         self.folder = folder
         self.start_s = 0.0
         """How long its first start took, parent and worker."""

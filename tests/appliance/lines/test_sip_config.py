@@ -82,6 +82,7 @@ BOT = 'accounts = [{ user = "bot" }]\n'
         ('listen = "5060"\n' + BOT, "not ADDRESS:PORT"),
         ('listen = "127.0.0.1:0"\n' + BOT, "not ADDRESS:PORT"),
         ('listen = "127.0.0.1:5060"\nallow = ["10.0.0.1/24"]\n' + BOT, "has host bits set"),
+        ('listen = "127.0.0.1:5060"\nhealth = "127.0.0.1:5060"\n' + BOT, "needs its own port"),
         ('listen = "[2001:db8::5]:5060"\n' + BOT, "is IPv6"),
         ('listen = "::1"\n' + BOT, "is IPv6"),
         ('listen = "127.0.0.1:5060"\nallow = ["2001:db8::/32"]\n' + BOT, "is IPv6"),
