@@ -17,22 +17,22 @@ SEPARATORS = set(" :$")
 
 def preload(environ: MutableMapping[str, str], library: Path = LIBRARY) -> str:
     """Of a process that is started with ``environ``; why not, empty if it is asked for."""
+    again = "install duplexbox again (pip install --force-reinstall --no-deps --no-cache-dir)"
     why = ""
     if not library.is_file():
-        why = f"there is no {library}"
+        why = f"there is no {library}. Install a C compiler (apt-get install gcc libc6-dev), and "
+        why += again
     elif set(str(library)) & SEPARATORS:
-        why = f"a space, a colon or a dollar sign is in the name of {library}"
+        why = f"no {library} can be preloaded. Install duplexbox where no name has one of ' :$'"
     else:
         try:
             ctypes.CDLL(str(library))
         except OSError as err:  # of another machine, or where nothing may be executed
-            why = str(err)
+            why = f"{err}. On this machine, {again}"
     if why:
         return (
             f"the stack's media threads wake as often as they like, which costs a third more of "
-            f"the processor with many calls: {why}. Install a C compiler (apt-get install gcc "
-            f"libc6-dev), and duplexbox again (pip install --force-reinstall --no-deps "
-            f"--no-cache-dir)"
+            f"the processor with many calls: {why}"
         )
     environ[PRELOAD] = ":".join(filter(None, [str(library), environ.get(PRELOAD, "")]))
     return ""
