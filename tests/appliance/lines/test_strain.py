@@ -69,6 +69,16 @@ def test_three_bad_seconds_among_good_ones_are_no_strain() -> None:
         assert not line.second(0.12 if second % 4 == 0 else 0.0)
 
 
+def test_what_was_before_the_machine_was_suspended_counts_no_more() -> None:
+    line = Line()
+    for _ in range(LATE_SECONDS - 1):
+        assert not line.second(0.5)
+    line.now_ns += 60 * NS_PER_S
+    line.due += 60 * TICKS_PER_S * CALLS
+    line.missed += 60 * TICKS_PER_S * CALLS
+    assert not any(line.second() for _ in range(30))
+
+
 def test_once_it_is_in_time_again_it_takes_calls_within_ten_seconds() -> None:
     line = Line()
     for _ in range(30):
