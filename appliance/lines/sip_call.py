@@ -419,8 +419,7 @@ class PhoneCall:
                 self._hearing.came_back(header)
                 # The next one cannot be there before its tick has begun.
                 self._look_ns = self._grid.start_ns(header.tick + 1)
-        due_ns = speaking.next_ns
-        if due_ns is None or now_ns < due_ns:
+        if not speaking.has_work(now_ns):
             return
         words = self._extras.words
         for header, _ in speaking.send(now_ns):

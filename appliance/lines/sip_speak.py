@@ -1,8 +1,9 @@
 """What a telephone caller hears of the model: which frame when, and its receipt.
 
-Decides when a frame is handed to the stack, and what its receipt says. `playout` keeps the
-timeline and `web_pace` its phase, which goes back once ticks are short again; `transmit` says how
-much may wait in the sender. A frame that was made in time but handed over after the sender had run
+Decides when a frame is handed to the stack, and what its receipt says: as soon as it is there, for
+the sender takes 20 ms at a time from what waits, however unevenly that came. `transmit` says how
+much may wait in it; `playout` keeps the timeline, and `web_pace` its phase, by which a frame that
+has not come is given up. A frame that was made in time but handed over after the sender had run
 dry is receipted as late: the caller has heard a gap before it. While the caller has us on hold,
 frames are discarded: nobody hears them.
 """
@@ -76,12 +77,15 @@ class Speaking:
         self._receipts: deque[Receipt] = deque()
         self._out: tuple[int, Stretches] | None = None
         """Rate of the call's audio, and what brings the model's to it."""
-        self._silence = np.zeros(channel.samples, np.float32)
+        self._dry_ns = 0
+        """When the sender will have sent all that it was handed."""
 
-    @property
-    def next_ns(self) -> int | None:
-        """When a frame is due; None if none is known to come."""
-        return self._playout.next_due_ns
+    def has_work(self, now_ns: int) -> bool:
+        """A frame is in hand, or should be."""
+        due_ns = self._playout.next_due_ns
+        return due_ns is not None and (
+            due_ns <= now_ns or self._playout.next_arrived_ns is not None
+        )
 
     def collect(self, now_ns: int) -> list[DownlinkHeader]:
         """Take what the model made; the headers of this session's frames."""
@@ -109,10 +113,14 @@ class Speaking:
         return taken
 
     def send(self, now_ns: int) -> list[tuple[DownlinkHeader, int]]:
-        """Hand over what is due; the headers of the model's frames, and how much waited before."""
+        """Hand over what is in hand; the headers of the model's frames, and how much waited before.
+
+        In place of a frame that is not, once it is due: silence.
+        """
         playout, sent = self._playout, []
-        while (due_ns := playout.next_due_ns) is not None and due_ns <= now_ns:
-            arrived_ns = playout.next_arrived_ns
+        while self.has_work(now_ns):
+            due_ns, arrived_ns = playout.next_due_ns, playout.next_arrived_ns
+            assert due_ns is not None
             if self.phase is not None and (arrived_ns is None or arrived_ns > due_ns):
                 # Not in hand in time: the sender still has something, so wait for what it takes.
                 late_ns = (now_ns if arrived_ns is None else arrived_ns) - due_ns
@@ -120,7 +128,7 @@ class Speaking:
                 if shift_ns > 0:
                     playout.postpone(shift_ns)
                     continue
-            played, receipts = playout.due(due_ns)
+            played, receipts = playout.due(min(due_ns, now_ns), at_once=True)
             heard = [self._hand_over(frame, now_ns) for frame in played]
             for frame, (_, waited_ns) in zip(played, heard, strict=True):
                 if frame.frame is not None and waited_ns >= 0:
@@ -156,9 +164,17 @@ class Speaking:
         if self._out is None or self._out[0] != rate_hz:
             self._out = (rate_hz, stretcher(self._rate_hz, rate_hz))
         queued_ns = form.queued_samples * NS_PER_S // rate_hz
+        if reply is None:
+            # What the sender has sent of silence since it ran dry is a part of the frame's time.
+            silent_ns = max(0, self._grid.period_ns - max(0, now_ns - self._dry_ns))
+            self._dry_ns += self._grid.period_ns
+            zeros = np.zeros(silent_ns * self._rate_hz // NS_PER_S, np.float32)
+            silence = _sixteen_bits(self._out[1].push(zeros, 0.0))
+            self.lost_samples += silence.size - self._media.write(silence)
+            return frame.outcome, -1
         plan = self.lead.hand_over(queued_ns)
         ppm = plan.ppm if self._hand_in.may_stretch else 0.0
-        audio = self._out[1].push(self._silence if reply is None else _finite(reply.pcm), ppm)
+        audio = self._out[1].push(_finite(reply.pcm), ppm)
         if plan.drop_ns:
             audio = audio[: max(0, audio.size - plan.drop_ns * rate_hz // NS_PER_S)]
         whole = _sixteen_bits(audio)
@@ -166,8 +182,7 @@ class Speaking:
             pad = np.zeros(plan.pad_ns * rate_hz // NS_PER_S, np.int16)
             whole = np.concatenate([pad, whole])
         self.lost_samples += whole.size - self._media.write(whole)
-        if reply is None:
-            return frame.outcome, -1
+        self._dry_ns = now_ns + queued_ns + whole.size * NS_PER_S // rate_hz
         self._took.made_to_queued.append(now_ns - reply.header.made_ns)
         waited_ns = queued_ns + plan.pad_ns
         if self._tape is not None:

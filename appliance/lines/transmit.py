@@ -21,12 +21,15 @@ from appliance.clock import NS_PER_MS
 MOST_NS = 100 * NS_PER_MS
 """What may wait when a frame is handed over."""
 
-SLACK_NS = 30 * NS_PER_MS
-"""What may wait beyond the lead before it is worked off: a packet that is taken out as a whole and
-half of one for the sender's own jitter."""
+SLACK_NS = 12 * NS_PER_MS
+"""What may wait beyond the lead before it is worked off: half of a packet, which is taken out as a
+whole, and the sender's own jitter."""
+
+CALM_FRAMES = 36
+"""Frames (three seconds) for all of which it must have been so."""
 
 LOOKED_AT = 12
-"""Frames (about a second) for all of which it must have been so."""
+"""A second: a sender that runs dry twice within it will do so at every frame."""
 
 WORK_OFF_PPM, GROW_PPM = -10_000.0, 10_000.0
 """A hundredth shorter or longer: 0.8 ms a frame."""
@@ -58,7 +61,7 @@ class Lead:
         self.underruns = 0
         self.dropped_ns = 0
         self._flowing = False
-        self._queued: deque[int] = deque(maxlen=LOOKED_AT)
+        self._queued: deque[int] = deque(maxlen=CALM_FRAMES)
         self._since_dry = LOOKED_AT
         """Frames since the sender had last run dry."""
 
@@ -87,7 +90,7 @@ class Lead:
             self._queued.clear()
             return Handover(pad_ns=self.lead_ns, is_late=True)
         self._queued.append(queued_ns)
-        too_much = len(self._queued) == LOOKED_AT and min(self._queued) > self.lead_ns + SLACK_NS
+        too_much = len(self._queued) == CALM_FRAMES and min(self._queued) > self.lead_ns + SLACK_NS
         is_low = 0 < queued_ns < LOW_NS
         ppm = WORK_OFF_PPM if too_much else GROW_PPM if is_low else 0.0
         return Handover(ppm=ppm, is_late=is_late)

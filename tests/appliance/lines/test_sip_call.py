@@ -193,7 +193,7 @@ def test_a_frame_the_box_never_made_is_filled_and_the_rest_keeps_its_time(rig: R
     figures = rig.call.figures()
     assert figures.late == figures.underruns == 0
     assert figures.queued is not None
-    assert figures.queued.p50_ms == figures.queued.max_ms
+    assert figures.queued.max_ms - figures.queued.p50_ms <= 10  # as often as this test looks
     assert outcomes[Outcome.DELIVERED][-1] > 60
 
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from appliance.clock import NS_PER_MS
 from appliance.lines.transmit import (
+    CALM_FRAMES,
     GROW_PPM,
-    LOOKED_AT,
     LOW_NS,
     MOST_NS,
     SLACK_NS,
@@ -111,6 +111,6 @@ def test_whatever_waits_the_bound_holds_and_every_gap_is_counted(queued: list[in
     assert lead.underruns == sum(ns == 0 for ns in queued[1:])
     assert lead.dropped_ns == sum(plan.drop_ns for plan in plans)
     shortened = [plan for plan in plans if plan.ppm == WORK_OFF_PPM]
-    assert len(queued) >= LOOKED_AT or not shortened
+    assert len(queued) >= CALM_FRAMES or not shortened
     longer = [ns for ns, plan in zip(queued, plans, strict=True) if plan.ppm == GROW_PPM]
     assert all(0 < ns < LOW_NS for ns in longer)
