@@ -85,7 +85,8 @@ soak: $(DEV_STAMP)
 	@$(PYTEST) -m 'soak and not gpu and not web and not peers' $(PYTEST_ARGS)
 
 # Its peers: apt-get install --no-install-recommends sip-tester baresip-core kamailio \
-#            kamailio-tls-modules tcpdump libspeexdsp1
+#            kamailio-tls-modules tcpdump libspeexdsp1 iproute2 nftables
+# Hosts behind routers are made of network namespaces, which root alone may make.
 test-lines: $(DEV_STAMP)
 	$(call say,telephones and proxies from Debian call the telephone line: about 15 minutes)
 	@$(PYTEST) -m peers -s $(PYTEST_ARGS)

@@ -44,10 +44,16 @@ last owes nobody a packet, but the stack's one thread waits for it when a call e
 LOOK_S = 0.25
 """Between two looks whether there are new ones; a call that changes its codec gets some."""
 
+NEVER_CONFIRMED = "the caller never confirmed that the call was answered"
+NO_ANSWER = "the STUN server, or the caller's side, does not answer any more"
 WHY = {
     "Connection reset by peer": "the caller hung up",
-    "Connection timed out": "the caller never confirmed that the call was answered",
+    "Connection timed out": NEVER_CONFIRMED,
 }
+
+LATER_S = 5
+"""Than the line the stack ends a call without packets: it names no reason that an operator would
+know, and forgets how many came."""
 
 NOBODY = IPv4Network("255.255.255.255/32")
 
@@ -79,6 +85,8 @@ class BaresipStack:
         self._calls: dict[int, Call] = {}
         self._legs: dict[int, int] = {}
         """Leg by the stack's handle of a call; handles may come again, legs never do."""
+        self._confirmed: set[int] = set()
+        """Legs whose answer the caller has confirmed."""
         self._numbers = 0
         self._hear: Callable[[Event], None] = lambda _: None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -195,12 +203,15 @@ class BaresipStack:
             self._filter_media()
             if self._media_threads is not None:
                 self._media_threads.look()
+            self._confirmed.add(leg)
             self._hear(sip_stack.Established(leg))
         elif kind is baresip.Event.CALL_CLOSED:
             del self._calls[leg], self._legs[event.call]
             if event.text == SENT_ON:
                 self._hear(sip_stack.TransferEnded(leg, "answered", is_done=True))
-            self._hear(sip_stack.Closed(leg, _why(event.text or ""), _stats(event.stats)))
+            why = _why(event.text or "", leg in self._confirmed)
+            self._confirmed.discard(leg)
+            self._hear(sip_stack.Closed(leg, why, _stats(event.stats)))
         elif kind is baresip.Event.CALL_DTMF_START and event.text:
             self._hear(sip_stack.Digit(leg, event.text[:1]))
         elif kind in (baresip.Event.CALL_HOLD, baresip.Event.CALL_RESUME):
@@ -356,7 +367,7 @@ def _settings(config: SipConfig, verbose: bool) -> Config:
     return Config(
         net_interface=str(address),
         max_concurrent_calls=config.most,
-        rtp_timeout=config.media_timeout_s,
+        rtp_timeout=config.media_timeout_s + LATER_S,
         expose_headers=("Via", "From", "To"),
         sip_trace=verbose,
         native_log_level="debug" if verbose else "warning",
@@ -418,10 +429,12 @@ def _address(header: str) -> str:
     return (rest.partition(">")[0] if opened else header.partition(";")[0]).strip()
 
 
-def _why(text: str) -> str:
+def _why(text: str, confirmed: bool) -> str:
     """Why a call ended, from what the stack says: of SIP what a socket would say of itself."""
     for theirs, ours in WHY.items():
         if text.startswith(theirs):
+            if confirmed and ours == NEVER_CONFIRMED:
+                return NO_ANSWER
             return ours
     return text or "closed"
 
