@@ -3,6 +3,7 @@
 import ctypes
 import os
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -73,6 +74,48 @@ def test_nobody_wakes_early_and_a_thread_that_has_not_slept_has_the_time(
     assert before <= sleeps.tmr_jiffies() <= raw_ms()
 
 
+def test_a_thread_has_the_time_it_was_woken_for_and_the_real_one_when_it_is_a_step_late(
+    sleeps: ctypes.CDLL,
+) -> None:
+    found: list[tuple[int, ...]] = []
+
+    def run() -> None:
+        for _ in range(10):
+            sleeps.sys_usleep(FEEDER_US)
+            woken = sleeps.tmr_jiffies()
+            sleep(0.003)
+            soon = sleeps.tmr_jiffies()
+            sleep(0.02)
+            found.append((woken, soon, sleeps.tmr_jiffies()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert sum(woken == soon for woken, soon, _ in found) >= 5  # unless we are late
+    assert all(late >= woken + 20 for woken, _, late in found)
+
+
+def test_a_signal_wakes_nobody(sleeps: ctypes.CDLL) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    took: list[float] = []
+
+    def run() -> None:
+        began = now_s()
+        sleeps.sys_usleep(300_000)
+        took.append(now_s() - began)
+
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        sleep(0.05)
+        assert thread.ident is not None
+        signal.pthread_kill(thread.ident, signal.SIGUSR1)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert took[0] >= 0.3
+
+
 def test_a_sender_that_was_woken_looks_as_often_as_it_would_have_by_itself(
     sleeps: ctypes.CDLL,
 ) -> None:
@@ -94,6 +137,20 @@ def test_a_thread_that_is_waited_for_is_woken(sleeps: ctypes.CDLL) -> None:
     sleep(0.1)  # it is known once it sleeps
     assert sleeps.thrd_join(thread, None) == 0
     assert now_s() - began < 20
+
+
+def test_who_waits_for_a_thread_is_told_what_it_returned_or_that_it_cannot_be_waited_for(
+    sleeps: ctypes.CDLL,
+) -> None:
+    libc = ctypes.CDLL(None)
+    libc.pthread_create.argtypes = [ctypes.c_void_p] * 4
+    thread, code = ctypes.c_ulong(), ctypes.c_int()
+    returns_it = ctypes.cast(libc.abs, ctypes.c_void_p)
+    assert libc.pthread_create(ctypes.byref(thread), None, returns_it, 42) == 0
+    assert sleeps.thrd_join(thread, ctypes.byref(code)) == 0
+    assert code.value == 42
+    thrd_error = 2
+    assert sleeps.thrd_join(threading.get_ident(), None) == thrd_error  # itself
 
 
 def test_a_worker_is_started_with_it_and_tells_nobody(tmp_path: Path) -> None:
