@@ -127,9 +127,9 @@ class WebsocketMedia:
     def format(self) -> Format | None:
         if not self.is_open:
             return None
-        # Not what is less than a packet: an Asterisk that has run dry would not be noticed.
-        ahead_ns = max(0, self._dry_ns - self._clock.now_ns())
-        return Format(self.in_hz, ahead_ns * self.in_hz // NS_PER_S)
+        ahead = max(0, self._dry_ns - self._clock.now_ns()) * self.in_hz // NS_PER_S
+        # What is less than a packet waits behind others, or an Asterisk has run dry.
+        return Format(self.in_hz, ahead + len(self._rest) // 2 if ahead else 0)
 
     def read(self) -> NDArray[np.int16]:
         if not self._came:
