@@ -31,7 +31,7 @@ def preload(environ: MutableMapping[str, str], library: Path = LIBRARY) -> str:
             why = f"{err}. On this machine, {again}"
     if why:
         return (
-            f"the stack's media threads wake as often as they like, which costs a third more of "
+            f"the stack's media threads wake as often as they like, which costs up to a third more of "
             f"the processor with many calls: {why}"
         )
     environ[PRELOAD] = ":".join(filter(None, [str(library), environ.get(PRELOAD, "")]))
