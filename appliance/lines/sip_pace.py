@@ -31,8 +31,8 @@ def preload(environ: MutableMapping[str, str], library: Path = LIBRARY) -> str:
             why = f"{err}. On this machine, {again}"
     if why:
         return (
-            f"the stack's media threads wake as often as they like, which costs up to a third more of "
-            f"the processor with many calls: {why}"
+            f"the stack's media threads wake as often as they like, which costs up to a third more "
+            f"of the processor with many calls: {why}"
         )
     environ[PRELOAD] = ":".join(filter(None, [str(library), environ.get(PRELOAD, "")]))
     return ""
