@@ -61,7 +61,7 @@ class Figures(msgspec.Struct, frozen=True):
     underruns: int
     """How often the sender had run dry when a frame was handed over."""
     phase_moved: int
-    """How often frames had to leave later than before, because ticks took longer."""
+    """How often frames had to be waited for longer than before, because ticks took longer."""
     held_ms: int
     """On hold, altogether."""
     arrived_to_tick: Parts | None

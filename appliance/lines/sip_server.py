@@ -252,14 +252,8 @@ class SipServer:
         if account is None:
             self.counts["unknown"] += 1
             return f"no account {event.account}"
-        if self._stop_ns is not None:
-            return "this line stops"
-        if self._boxes is None:
-            return "no box answers"
-        if len(self._calls) >= self._config.most:
-            return f"{self._config.most} calls are on"
-        if self._strain.why:
-            return self._strain.why
+        if why := self._takes_none():
+            return why
         if len(self._sources) > MOST_SOURCES:
             self._sources.clear()
         per_s = self._config.calls_per_s
@@ -268,6 +262,16 @@ class SipServer:
             self.counts["limited"] += 1
             return f"more than {per_s:g} calls a second from there"
         return ""
+
+    def _takes_none(self) -> str:
+        """Why the line takes no call more, whoever it is of; empty: it does, if a box has room."""
+        if self._stop_ns is not None:
+            return "this line stops"
+        if self._boxes is None:
+            return "no box answers"
+        if len(self._calls) >= self._config.most:
+            return f"{self._config.most} calls are on"
+        return self._strain.why
 
     # --- the clock
 
@@ -392,16 +396,8 @@ class SipServer:
     def _tell_room(self) -> None:
         if self._room is None:
             return
-        why = ""
-        if self._stop_ns is not None:
-            why = "this line stops"
-        elif self._boxes is None:
-            why = "no box answers"
-        elif len(self._calls) >= self._config.most:
-            why = f"{self._config.most} calls are on"
-        elif self._strain.why:
-            why = self._strain.why
-        elif self._report is not None and not self._report.sessions_free:
+        why = self._takes_none()
+        if not why and self._report is not None and not self._report.sessions_free:
             why = f"the box is full: {self._report.limited_by}"
         self._room(not why, why)
 

@@ -7,7 +7,7 @@ itself when a frame came late (the gap has been heard, and what follows is later
 worked off by stretching once it is more than is wanted. Before it is gone it is stretched the other
 way: the more calls are on, the later the last of them is handed its frames, and nobody should hear
 that more have come. When frames have begun to come later for
-good (ticks take longer, and the phase at which frames leave has moved) nothing grows by itself, and
+good (ticks take longer) nothing grows by itself, and
 every frame would find the sender dry: so the second time within a second the lead is laid again. It
 never exceeds `MOST_NS`: then the frame is shortened. Nothing is ever flushed because the caller
 speaks: the model decides when to stop.
