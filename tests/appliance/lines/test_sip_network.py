@@ -77,6 +77,43 @@ def line_on(
         yield running
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A line behind a router, logged in at an exchange, and a caller on the street."""
+
+    running: Line
+    server: Stun
+    exchange: Wired
+    caller: Wired
+    port: int
+    """The exchange's."""
+
+    def phone(self) -> BehindRouter:
+        """One that calls the line there."""
+        return phone_on(self.caller, self.exchange.address, self.port)
+
+
+@contextmanager
+def line_behind_a_router(
+    folder: Path, box: HearingBox, transport: str = "tcp", *, stun: bool = True, how: str = ""
+) -> Iterator[Behind]:
+    """how: of `Street.router`."""
+    with Street() as street, ExitStack() as stack:
+        exchange, caller, asked = street.host(2), street.host(20), street.host(3)
+        _, here = street.router(9, "192.168.7.5", how)
+        with exchange.host.inside():
+            config = FROM_BEHIND_ROUTERS
+            port = stack.enter_context(kamailio(folder, config, host=exchange.address))
+        with asked.host.inside():
+            server = stack.enter_context(Stun(asked.address))
+        account = logs_in(folder, port, "s3cret").replace("127.0.0.1", exchange.address)
+        account += f'\ntransport = "{transport}"\n'
+        account += f'stun = "stun:{asked.address}:3478"\n' if stun else ""
+        with line_on(here, folder, box, EVERYBODY, account) as running:
+            running.wait("account bot is registered")
+            yield Behind(running, server, exchange, caller, port)
+
+
 def loudness(pcm: NDArray[np.float32]) -> float:
     """RMS; of `speech` 0.09."""
     return float(np.sqrt(np.mean(pcm.astype(np.float64) ** 2))) if pcm.size else 0.0
@@ -130,26 +167,17 @@ def test_a_box_behind_a_router_is_called_and_heard_where_stun_says(
     tmp_path: Path, transport: str, stun: bool, how: str, is_heard: bool
 ) -> None:
     """And where it is not heard it hears nobody: the caller hears the model all the same."""
-    with Street() as street, HearingBox(tmp_path) as box, ExitStack() as stack:
-        exchange, caller, asked = street.host(2), street.host(20), street.host(3)
-        _, here = street.router(9, "192.168.7.5", how)
-        with exchange.host.inside():
-            config = FROM_BEHIND_ROUTERS
-            port = stack.enter_context(kamailio(tmp_path, config, host=exchange.address))
-        with asked.host.inside():
-            server = stack.enter_context(Stun(asked.address))
-        account = logs_in(tmp_path, port, "s3cret").replace("127.0.0.1", exchange.address)
-        account += f'\ntransport = "{transport}"\n'
-        account += f'stun = "stun:{asked.address}:3478"\n' if stun else ""
-        with line_on(here, tmp_path, box, EVERYBODY, account) as running:
-            running.wait("account bot is registered")
-            with phone_on(caller, exchange.address, port) as phone:
-                phone.dial()
-                heard = phone.talk(speech(2.0))
-                assert phone.hang_up() == 200
-            running.wait("call 1 over")
-    (row,) = running.rows()
-    assert {sender[0] for sender in server.asked} == ({"198.51.100.9"} if stun else set())
+    with (
+        HearingBox(tmp_path) as box,
+        line_behind_a_router(tmp_path, box, transport, stun=stun, how=how) as there,
+    ):
+        with there.phone() as phone:
+            phone.dial()
+            heard = phone.talk(speech(2.0))
+            assert phone.hang_up() == 200
+        there.running.wait("call 1 over")
+    (row,) = there.running.rows()
+    assert {sender[0] for sender in there.server.asked} == ({"198.51.100.9"} if stun else set())
     assert heard.arrived_s.size > 90
     assert (loudness(np.concatenate(box.heard[1])) > 0.06) == is_heard
     assert (heard_of(heard) > 0.04) == is_heard  # the model echoes
@@ -315,21 +343,10 @@ def without_its_stun_server(folder: Path) -> Call:
 
 
 def _behind_a_router(folder: Path, server_s: float = 0.0, then_s: float = 0.0) -> Call:
-    with Street() as street, HearingBox(folder) as box, ExitStack() as stack:
-        exchange, caller, asked = street.host(2), street.host(20), street.host(3)
-        _, here = street.router(9, "192.168.7.5")
-        with exchange.host.inside():
-            config = FROM_BEHIND_ROUTERS
-            port = stack.enter_context(kamailio(folder, config, host=exchange.address))
-        with asked.host.inside():
-            server = stack.enter_context(Stun(asked.address))
-        account = logs_in(folder, port, "s3cret").replace("127.0.0.1", exchange.address)
-        account += f'\ntransport = "tcp"\nstun = "stun:{asked.address}:3478"'
-        with line_on(here, folder, box, EVERYBODY, account) as running:
-            running.wait("account bot is registered")
-            if server_s:
-                Timer(server_s, server.fall_silent).start()
-            return talked(phone_on(caller, exchange.address, port), running, box, LONG_S, then_s)
+    with HearingBox(folder) as box, line_behind_a_router(folder, box) as there:
+        if server_s:
+            Timer(server_s, there.server.fall_silent).start()
+        return talked(there.phone(), there.running, box, LONG_S, then_s)
 
 
 SCENES = (
