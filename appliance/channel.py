@@ -16,6 +16,7 @@ from typing import Self
 from appliance.frame_ring import (
     LINE_BYTES,
     ChannelError,
+    ChannelGone,
     DownlinkRing,
     ReceiptRing,
     UplinkRing,
@@ -200,7 +201,8 @@ def map_segment(name: str) -> mmap.mmap:
     try:
         fd = os.open(f"/dev/shm/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as err:
-        raise ChannelError(
+        gone = isinstance(err, FileNotFoundError)
+        raise (ChannelGone if gone else ChannelError)(
             f"shared memory {name} cannot be opened: {err.strerror}. The box has ended the "
             "session, or line and box do not run as the same user"
         ) from None

@@ -58,6 +58,10 @@ class ChannelError(RuntimeError):
     """A segment is missing or is not a channel; the other process's fault, or it has gone."""
 
 
+class ChannelGone(ChannelError):
+    """There is no such segment: most likely the box has ended the session already."""
+
+
 class Outcome(enum.IntEnum):
     """What became of one frame of the downlink, as its receipt says."""
 

@@ -280,6 +280,7 @@ class Boxes:
         try:
             client.send(message)
         except control.BoxGone as err:
+            self._read(box)  # what it said before it went; a Gone knows why a call is over
             self._lose(box, str(err))
 
     def _lose(self, box: int, why: str) -> None:

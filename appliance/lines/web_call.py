@@ -23,7 +23,7 @@ import numpy as np
 from appliance import control
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
-from appliance.frame_ring import ChannelError, DownlinkHeader, Outcome, UplinkHeader
+from appliance.frame_ring import ChannelError, ChannelGone, DownlinkHeader, Outcome, UplinkHeader
 from appliance.lines import wire
 from appliance.lines.jitter import Intake
 from appliance.lines.limits import Bucket, Pace
@@ -133,6 +133,8 @@ class WebCall:
         self._times = times or TickTimes(welcome.period_ns)
         self._text = PieceText(pieces, welcome.silent_ids)
         self._channel: Channel | None = None
+        self._missing = ""
+        """What was wrong when the box's channel was not there."""
         self._replies: Replies | None = None
         self._tick = 0
         """The tick whose frame is handed in next."""
@@ -232,6 +234,10 @@ class WebCall:
                 raise ChannelError(
                     f"frames of {self._channel.samples} samples, not {self._samples}"
                 )
+        except ChannelGone as err:  # whose word is on its way knows why
+            self._missing = str(err)
+            self._part("the channel is gone", now_ns)
+            return
         except ChannelError as err:
             self.state = State.TALKING  # there is a session to leave
             self._close(Ending.FAULT, str(err), now_ns)
@@ -259,6 +265,8 @@ class WebCall:
 
     def gone(self, message: control.Gone, now_ns: int) -> None:
         """The box has ended the session, because we wanted it to or not."""
+        if self._missing and message.why == "left":  # by us; the box knows of no trouble
+            self._close(Ending.FAULT, self._missing, now_ns)
         ending = wire.GONE.get(message.why, Ending.FAULT)
         self._close(ending, f"the box ended the call ({message.why})", now_ns)
         self._end(now_ns)
@@ -285,6 +293,8 @@ class WebCall:
             if self._replies is not None:
                 self._replies.collect(now_ns)
             if now_ns >= self._until_ns:
+                if self._missing:
+                    self._close(Ending.FAULT, self._missing, now_ns)
                 self._end(now_ns)
         if self._replies is not None and self._channel is not None:
             self._replies.settle()
@@ -425,9 +435,7 @@ class WebCall:
             if ending is not Ending.OVER:
                 self.outbox.append(wire.error(ending.reason(detail)))
         if self.state is State.TALKING:
-            self.state = State.LEAVING
-            self._until_ns = now_ns + SETTLE_NS
-            self._to_box.append(control.Leave(self.session, ending.reason(detail)))
+            self._part(ending.reason(detail), now_ns)
             if self._replies is not None:
                 self._replies.hang_up(now_ns)
         elif self.state is State.JOINING and not self._asked:
@@ -436,6 +444,12 @@ class WebCall:
             self._to_box.append(control.Withdraw(self.number))
             self.state = State.LEAVING
             self._until_ns = max(self._until_ns, now_ns + SETTLE_NS)
+
+    def _part(self, why: str, now_ns: int) -> None:
+        """Ask the box to end the session, and wait for its word."""
+        self.state = State.LEAVING
+        self._until_ns = now_ns + SETTLE_NS
+        self._to_box.append(control.Leave(self.session, why))
 
     def _end(self, now_ns: int) -> None:
         """Let go of everything."""

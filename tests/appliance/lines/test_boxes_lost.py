@@ -90,3 +90,19 @@ def test_a_box_that_dies_while_another_refuses_costs_the_line_nothing(
     first.die()
     (news,) = boxes.receive(0)
     assert (news.call, type(news.message), len(boxes)) == (2, Lost, 0)
+
+
+def test_what_a_box_said_last_is_heard_by_a_line_that_speaks_before_it_listens() -> None:
+    peer = Peer()
+    boxes = Boxes([peer.client], FakeClock())
+    boxes.send(1, control.Join(1, "test", "Ann"))
+    peer.say(control.Admitted(1, 7, 8, "dbx-1", 16, 64, 256))
+    assert len(boxes.receive(0)) == 1
+    assert isinstance(peer.heard(), control.Join)
+    peer.say(gone := control.Gone(7, "stopped"))
+    peer.die()
+    boxes.send(1, control.Leave(7, "hung up"))
+    (news,) = boxes.receive(0)
+    assert (news.call, news.message, len(boxes)) == (1, gone, 0)
+    with pytest.raises(control.BoxGone):
+        boxes.receive(0)

@@ -100,6 +100,37 @@ def test_the_box_may_end_a_call(sim: Sim, why: str, ending: Ending) -> None:
     assert sim.heard[-1][1].startswith(b"\x05")
 
 
+@pytest.mark.parametrize(
+    ("why", "ending"),
+    [("stopped", Ending.DRAINING), ("shed", Ending.FULL), ("left", Ending.FAULT)],
+)
+def test_a_session_that_ended_before_its_channel_was_opened_ends_for_the_boxs_reason(
+    sim: Sim, why: str, ending: Ending
+) -> None:
+    """The box says Admitted, Gone, and takes the channel away before this line has read either."""
+    sim.run(10)
+    sim.call.admitted(control.Admitted(1, 9, 3, "dbxtest-none", 16, 64, 256), sim.at_ms * MS, 0)
+    sim.turn()
+    assert sim.call.ending is None
+    assert sim.said[-1] == control.Leave(9, "the channel is gone")
+    sim.gone(why)
+    assert sim.call.is_over
+    assert sim.call.ending is not None
+    assert sim.call.ending[0] is ending
+    assert ("cannot be opened" in sim.call.ending[1]) == (ending is Ending.FAULT)
+
+
+def test_a_channel_that_is_not_there_is_a_fault_if_the_box_says_nothing(sim: Sim) -> None:
+    sim.run(10)
+    sim.call.admitted(control.Admitted(1, 9, 3, "dbxtest-none", 16, 64, 256), sim.at_ms * MS, 0)
+    sim.run(10_000)
+    assert sim.call.ending is None
+    sim.run(10_011)
+    assert sim.call.is_over
+    assert sim.call.ending is not None
+    assert sim.call.ending[0] is Ending.FAULT
+
+
 def test_a_client_that_says_nothing_is_pinged_and_then_sent_away(sim: Sim) -> None:
     sim.sends = False
     sim.admit()
