@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -178,9 +179,12 @@ def test_a_caller_who_vanishes_leaves_receipts_for_everything(tmp_path: Path) ->
     session = box.sessions[0]
     assert [leave.why for leave in box.leaves] == ["hung up"]
     assert session.gone == "left"
-    fates = sorted(receipt.frame_index for receipt in session.receipts)
-    assert fates == list(range(session.frame_index))
-    assert session.outcomes()[Outcome.DISCARDED]
+    outcomes = session.outcomes()
+    # What a busy machine brought too late has two: FILLED, and DISCARDED when it came.
+    again = set(outcomes[Outcome.FILLED]) & set(outcomes[Outcome.DISCARDED])
+    fates = Counter(receipt.frame_index for receipt in session.receipts)
+    assert fates == {k: 1 + (k in again) for k in range(session.frame_index)}
+    assert outcomes[Outcome.DISCARDED]
     figures = report(tmp_path, "01-in")
     assert figures.reply_samples == figures.frames_heard * SAMPLES
 
