@@ -32,6 +32,7 @@ from appliance.frame_ring import (
     LAST,
     WARMING,
     ChannelError,
+    ChannelGone,
     DownlinkHeader,
     Outcome,
     Receipt,
@@ -141,6 +142,8 @@ class Call:
         self._flags = {CONCEALED: 0, WARMING: 0}
         self._in_hand_ns: list[int] = []
         self._ended = "never began"
+        self._missing = ""
+        """What was wrong when the box's channel was not there."""
 
     @property
     def session(self) -> int:
@@ -196,13 +199,15 @@ class Call:
             return []
         try:
             messages = self._talk(now_ns)
-            self._listen(now_ns)
+            if self._channel is not None:
+                self._listen(now_ns)
             if self.state is State.TALKING:
                 self._source.prepare()
         except WavError as err:
             messages = self._leave(now_ns, str(err))
         if self.state in (State.LISTENING, State.LEAVING) and now_ns >= self._until_ns:
-            self.end(now_ns, f"the box did not end it within {SETTLE_NS // NS_PER_S} s")
+            late = f"the box did not end it within {SETTLE_NS // NS_PER_S} s"
+            self.end(now_ns, self._missing or late)
         return messages
 
     def hang_up(self) -> None:
@@ -236,6 +241,11 @@ class Call:
             self._recording = Recording(self._out, self.plan.stem, self._rate_hz)
             if self.plan.journal:
                 self._journal = self._open_journal(message)
+        except ChannelGone as err:  # whose word is on its way knows why
+            self._missing = str(err)
+            self.state = State.LEAVING
+            self._until_ns = now_ns + SETTLE_NS
+            return [control.Leave(message.session, "the channel is gone")]
         except (ChannelError, WavError, JournalError) as err:
             self.end(now_ns, str(err))
             return [control.Leave(message.session, "the line failed")]
@@ -260,7 +270,9 @@ class Call:
             return
         self._ended = message.why
         wanted = {State.LISTENING: "finished", State.LEAVING: "left"}.get(self.state)
-        self.end(now_ns, "" if message.why == wanted else f"the box ended it: {message.why}")
+        # "left" is our own wish; of a missing channel the box then knows nothing.
+        ended_it = f"the box ended it: {message.why}"
+        self.end(now_ns, self._missing if message.why == wanted else ended_it)
 
     def end(self, now_ns: int, trouble: str = "") -> None:
         """Settle what is in hand, close everything, write down what there is to write."""

@@ -29,6 +29,7 @@ from appliance.frame_ring import (
     CONCEALED,
     LAST,
     ChannelError,
+    ChannelGone,
     DownlinkHeader,
     Outcome,
     Receipt,
@@ -123,6 +124,8 @@ class LocalCall:
         self._silence = np.zeros(self._samples, np.float32)
         self._text = PieceText(pieces, welcome.silent_ids)
         self._channel: Channel | None = None
+        self._is_missing = False
+        """The box's channel was not there."""
         self._playout: Playout[_Reply] | None = None
         self._phase: Phase | None = None
         self._receipts: deque[Receipt] = deque()
@@ -184,6 +187,7 @@ class LocalCall:
                     f"the bundle's have {self._samples}"
                 )
         except ChannelError as err:
+            self._is_missing = isinstance(err, ChannelGone)
             self._leave(now_ns, str(err))
             return
         self._tick = self._grid.tick_at(now_ns + LEAD_NS) + 1
@@ -196,6 +200,8 @@ class LocalCall:
         """The box has ended the session, because we wanted it to or not."""
         self.ended = message.why
         wanted = {State.LISTENING: "finished", State.LEAVING: "left"}.get(self.state)
+        if self._is_missing and message.why != wanted:
+            self.trouble = ""  # the box's word says more
         self.end(now_ns, "" if message.why == wanted else f"the box ended the call: {message.why}")
 
     def lost(self, why: str, now_ns: int) -> None:

@@ -219,12 +219,46 @@ def test_a_box_that_never_says_gone_is_given_up(desk: MakeDesk) -> None:
     assert box.call.trouble == "the box did not end it within 10 s"
 
 
-def test_a_channel_that_is_not_there_ends_the_call(desk: MakeDesk) -> None:
+@pytest.mark.parametrize(
+    ("why", "trouble"),
+    [
+        ("stopped", "the box ended it: stopped"),
+        ("shed", "the box ended it: shed"),
+        ("left", "dbxtest-none cannot be opened"),
+        ("", "dbxtest-none cannot be opened"),
+    ],
+)
+def test_a_channel_that_is_not_there_ends_the_call_for_the_boxs_reason(
+    desk: MakeDesk, why: str, trouble: str
+) -> None:
+    """The box may say Admitted, Gone, and take the channel away before either has been read."""
     box = desk()
     box.advance()
     replies = box.call.admitted(control.Admitted(1, 5, 9, "dbxtest-none", 1, 1, 1), box.now_ns)
-    assert replies == [control.Leave(5, "the line failed")]
-    assert "dbxtest-none cannot be opened" in box.call.trouble
+    assert replies == [control.Leave(5, "the channel is gone")]
+    assert box.advance(1) == []
+    assert not box.call.is_over
+    if why:
+        box.call.gone(control.Gone(5, why), box.now_ns)
+    else:
+        box.advance(SETTLE_NS)
+    assert box.call.is_over
+    assert trouble in box.call.trouble
+    assert box.call.report().ended == box.call.trouble
+
+
+def test_a_channel_of_another_model_ends_the_call(desk: MakeDesk) -> None:
+    box = desk()
+    box.advance()
+    other = Channel.create(f"{box.channel.name}-other", S // 2)
+    try:
+        message = control.Admitted(1, 5, 9, other.name, 1, 1, 1)
+        assert box.call.admitted(message, box.now_ns) == [control.Leave(5, "the line failed")]
+    finally:
+        other.close()
+        other.unlink()
+    assert box.call.is_over
+    assert f"carries frames of {S // 2} samples" in box.call.trouble
 
 
 def test_a_full_uplink_drops_frames_and_counts_them_but_not_the_last(desk: MakeDesk) -> None:

@@ -317,12 +317,25 @@ def test_hanging_up_while_a_persona_is_fed_gives_the_slot_back_at_once() -> None
     assert call.is_over
 
 
-def test_a_channel_that_is_not_there_is_left() -> None:
+@pytest.mark.parametrize(
+    ("why", "trouble"),
+    [
+        ("stopped", "the box ended the call: stopped"),
+        ("shed", "the box ended the call: shed"),
+        ("left", "dbx-no-such-channel cannot be opened"),
+    ],
+)
+def test_a_channel_that_is_not_there_is_left_and_the_boxs_reason_is_told(
+    why: str, trouble: str
+) -> None:
+    """The box may say Admitted, Gone, and take the channel away before either has been read."""
     call = LocalCall(Wish("x"), WELCOME, [], 0)
     call.advance(0)
     call.admitted(control.Admitted(1, 9, 3, "dbx-no-such-channel", 16, 64, 256), 0, 0)
     assert any(isinstance(message, control.Leave) for message in call.advance(1))
-    assert "dbx-no-such-channel" in call.trouble
+    call.gone(control.Gone(9, why), 2)
+    assert call.is_over
+    assert trouble in call.trouble
 
 
 def test_the_card_calls_back_in_blocks_of_ten_milliseconds() -> None:
