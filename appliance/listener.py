@@ -51,10 +51,14 @@ class Listener:
         return peer, ""
 
     def close(self) -> None:
-        """Give back the descriptors and the path."""
+        """Give back the path and the descriptors.
+
+        The path first: whoever finds a socket that nobody listens at puts its own in its place, and
+        that must not be taken away.
+        """
+        self._path.unlink(missing_ok=True)
         self._socket.close()
         os.close(self._spare)
-        self._path.unlink(missing_ok=True)
 
     def _turn_away(self) -> None:
         os.close(self._spare)

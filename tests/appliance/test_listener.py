@@ -76,3 +76,31 @@ def test_without_descriptors_whoever_knocks_is_turned_away_and_the_listener_rest
         end.close()
     listener.close()
     assert not path.exists()
+
+
+class Slow(socket.socket):
+    """Lets the next box start as soon as nobody listens, before whoever closes it gets further."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.next: Listener | None = None
+        self._path = path
+
+    def close(self) -> None:
+        super().close()
+        if self.next is None:
+            self.next = Listener(self._path)
+
+
+def test_a_box_that_stops_leaves_the_socket_of_the_one_that_starts_meanwhile(path: Path) -> None:
+    stopping = Listener(path)
+    stopping._socket.close()
+    path.unlink()
+    stopping._socket = slow = Slow(path)
+    slow.bind(str(path))
+    slow.listen()
+    stopping.close()
+    assert slow.next is not None
+    knock(path).close()
+    slow.next.close()
+    assert not path.exists()
