@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from appliance import control
 from appliance.channel import Channel
 from appliance.clock import NS_PER_MS, NS_PER_S, TickGrid
-from appliance.frame_ring import LAST, ChannelError, Outcome, Receipt, UplinkHeader
+from appliance.frame_ring import (
+    LAST,
+    ChannelError,
+    ChannelGone,
+    Outcome,
+    Receipt,
+    UplinkHeader,
+)
 from appliance.lines.playout import Playout
 
 EARLIEST_NS = 20 * NS_PER_MS
@@ -138,6 +145,8 @@ class SyntheticCall:
         self._outcomes = dict.fromkeys(Outcome, 0)
         self._smallest_ns: int | None = None
         self._ended = ""
+        self._missing = ""
+        """What was wrong when the box's channel was not there."""
         self._refused = ""
         self._detail = ""
 
@@ -168,9 +177,10 @@ class SyntheticCall:
                     self._talk(now_ns)
                 self._look(now_ns)
             case State.LISTENING:
-                self._look(now_ns)
+                if self._channel is not None:
+                    self._look(now_ns)
                 if now_ns >= self._until_ns:
-                    self.end(now_ns, "the box did not end the call")
+                    self.end(now_ns, self._missing or "the box did not end the call")
         return []
 
     def hang_up(self) -> None:
@@ -181,12 +191,17 @@ class SyntheticCall:
         """Attach to the channel and begin to talk. t0_ns: of the grid of the box that said yes."""
         if t0_ns is not None:
             self._grid = TickGrid(t0_ns, self._grid.period_ns)
+        self.session = message.session
         try:
             self._channel = Channel.attach(message.channel)
+        except ChannelGone as err:  # the box's word, or its end, is on its way and says why
+            self._missing = str(err)
+            self.state = State.LISTENING
+            self._until_ns = now_ns + SETTLE_NS
+            return
         except ChannelError as err:
             self.end(now_ns, str(err))
             return
-        self.session = message.session
         period_ns = self._grid.period_ns
         self._playout = Playout(message.session, message.generation, period_ns, period_ns)
         lead_ns = EARLIEST_NS + round(self.plan.phase * (period_ns - EARLIEST_NS))

@@ -153,3 +153,24 @@ def test_a_box_that_never_answers_is_given_up() -> None:
 def test_a_fast_clock_gains_what_its_skew_says(skew: float, frames: int) -> None:
     due = Network(skew_ppm=skew).due_ns(0, PERIOD_NS, frames)
     assert due == pytest.approx(frames * PERIOD_NS * (1 - skew / 1e6), abs=1)
+
+
+def test_a_session_that_ended_before_its_channel_was_opened_ends_for_the_boxs_reason() -> None:
+    """The box may say Admitted, Gone, or die, and its memory go, before either has been read."""
+
+    def admitted() -> SyntheticCall:
+        call = SyntheticCall(plan(), SPEECH, WELCOME)
+        call.advance(0)
+        call.admitted(control.Admitted(1, 7, 9, "dbxtest-none", 16, 64, 256), 0)
+        assert call.advance(1) == []
+        assert not call.is_over
+        return call
+
+    shed, lost, silent = admitted(), admitted(), admitted()
+    shed.gone(control.Gone(7, "shed"), 2)
+    lost.lost("the box closed the connection", 2)
+    silent.advance(10 * NS_PER_S)
+    assert shed.report().ended == "shed"
+    assert lost.report().ended == "the box closed the connection"
+    assert "dbxtest-none cannot be opened" in silent.report().ended
+    assert {call.report().session for call in (shed, lost, silent)} == {7}
