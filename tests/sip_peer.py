@@ -5,6 +5,8 @@ jitter, a clock that is off) is chosen by the test. It answers nothing but what 
 checks nothing; tests do. It parses SIP just well enough for the one stack it talks to.
 """
 
+import itertools
+import os
 import random
 import re
 import socket
@@ -32,13 +34,23 @@ def sleep(seconds: float) -> None:
     CLOCK.sleep_until(CLOCK.now_ns() + int(seconds * NS_PER_S))
 
 
+PORTS = range(12_100, 20_000, 4)
+"""Below those a kernel gives to whoever asks for any: whoever is told one of them opens it a second
+later, and a test in another process would have been given it by then. Lines' RTP is elsewhere."""
+_next_port = itertools.count(os.getpid() * 67)
+
+
 def free_port() -> int:
-    """One that nobody has now, for UDP and TCP, with the next one, which is for TLS."""
-    while True:
-        with socket.create_server((HOST, 0)) as listener:
-            port = int(listener.getsockname()[1])
-            if not is_taken(port, socket.SOCK_DGRAM) and not is_taken(port + 1):
-                return port
+    """One that nobody has now, for UDP and TCP, with the next one, which is for TLS.
+
+    Never the same twice in a row, and not the one another process of tests is likely to be told.
+    """
+    for turn in _next_port:
+        port = PORTS[turn % len(PORTS)]
+        kinds = socket.SOCK_STREAM, socket.SOCK_DGRAM
+        if not any(is_taken(port, kind) for kind in kinds) and not is_taken(port + 1):
+            return port
+    raise AssertionError("unreachable")
 
 
 def is_taken(port: int, kind: int = socket.SOCK_STREAM, host: str = HOST) -> bool:
