@@ -125,7 +125,8 @@ def snr_db(said: NDArray[np.int16], heard: NDArray[np.int16]) -> float:
 def _snr_db(said: NDArray[np.int16], heard: NDArray[np.int16], start: int) -> float:
     end = start + 2_000
     middle = said[start:end].astype(np.float64)
-    where = heard[start : end + 6_000].astype(np.float64)
+    # Earlier than it was said, too: a line that stood still leaves out what it owed by then.
+    where = heard[max(0, start - 8_000) : end + 6_000].astype(np.float64)
     at = int(np.argmax(np.correlate(where, middle, "valid")))
     found = where[at : at + middle.size]
     delayed = [said[start - k : end - k].astype(np.float64) for k in range(-24, 25)]
