@@ -206,7 +206,8 @@ class FakeBox:
 
     def _send(self, message: control.FromBox) -> None:
         if self._peer is not None:
-            self._peer.send(control.encode(message))
+            with contextlib.suppress(BrokenPipeError):  # it has gone, and is heard of next
+                self._peer.send(control.encode(message))
 
     def _join(self, join: control.Join) -> None:
         if self.trouble.refuse is not None:

@@ -201,12 +201,15 @@ def test_strangers_cost_a_call_no_frame_and_leave_no_lease(
 
 def test_the_figures_of_a_call_are_shown(echo_line: Line, speech: NDArray[np.float32]) -> None:
     async def look() -> dict[str, Any]:
-        talking = asyncio.create_task(call(echo_line.url, speech[: 3 * RATE_HZ], page=True))
-        await asyncio.sleep(2.5)
+        talking = asyncio.create_task(call(echo_line.url, speech, page=True))
+        found: dict[str, Any] = {"calls": []}
         async with ClientSession() as session:
             url = f"http://127.0.0.1:{echo_line.port}/api/line"
-            async with session.get(url) as answer:
-                found: dict[str, Any] = json.loads(await answer.read())
+            # Until it has been sent something, or the call is over and never was.
+            while not talking.done() and not any(c["arrived_to_sent"] for c in found["calls"]):
+                await asyncio.sleep(0.1)
+                async with session.get(url) as answer:
+                    found = json.loads(await answer.read())
         await talking
         return found
 
