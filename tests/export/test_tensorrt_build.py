@@ -4,6 +4,7 @@ A plan cannot be opened without its GPU. What is in it is checked on the network
 built (`test_tensorrt_network`), and each of these builds runs those checks on itself.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -133,19 +134,29 @@ def test_nothing_is_built_twice_and_only_what_is_stale_again(
     assert kept == [plan for plan in first.plans if plan.stage != "temporal"]
 
 
+def build_and_kill(command: list[str], folder: Path) -> set[str]:
+    """Kill a build once it has a plan; the stages it has plans for."""
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        for _ in range(3000):
+            if (folder / plans.FILE).exists() or process.poll() is not None:
+                break
+            time.sleep(0.02)  # noqa: TID251 - waits for another process
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return {plan.stage for plan in plans.read(folder).plans}
+
+
 @pytest.mark.slow
 def test_a_killed_build_continues_where_it_was(bundles: dict[str, Bundle]) -> None:
     opened = bundles["moshi"]
     folder = opened.path / "plans/sm_80"
     command = [sys.executable, str(ROOT / "duplexbox.py"), "export", "build", str(opened.path)]
     command += ["--target", "sm_80", "--batches", "1-1"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        for _ in range(600):
-            if (folder / plans.FILE).exists() or process.poll() is not None:
-                break
-            time.sleep(0.1)  # noqa: TID251 - waits for another process
-        os.killpg(process.pid, signal.SIGKILL)
-    done = {plan.stage for plan in plans.read(folder).plans}
+    for _ in range(3):  # this machine may be too busy to look in time
+        done = build_and_kill(command, folder)
+        if len(done) < 4:
+            break
+        shutil.rmtree(folder)
     assert "mimi_encode" in done
     assert len(done) < 4, "killed too late to show anything"
     (folder / "depth.plan.unfinished").write_bytes(b"half")
