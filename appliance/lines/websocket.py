@@ -153,6 +153,7 @@ async def _serve(
     except (BundleError, PiecesError) as err:
         boxes.close()
         return _fail(str(err), 2)
+    _stop_on_signals(server)  # before anybody is told that it is there, and may tell it to go
     try:
         runner = await open_site(server.app(), host, port, clock, context)
     except OSError as err:
@@ -160,7 +161,6 @@ async def _serve(
         return _fail(f"{host}:{port} cannot be listened at: {err.strerror}. See --listen", 1)
     for said in announcement(boxes.welcome, runner.addresses[0][1], host, options, context):
         _say(said)
-    _stop_on_signals(server)
     if why := ask_for():
         logger.info("%s; without it a busy machine is heard in calls", why)
     try:

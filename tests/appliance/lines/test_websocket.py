@@ -193,6 +193,37 @@ def test_the_command_serves_https_and_a_page_and_stops_when_told(tmp_path: Path)
     assert len(box.leaves) == 1
 
 
+HASTY = """
+import os, signal, sys
+from appliance import cli
+from appliance.lines import websocket
+said = websocket._say
+def say(text):
+    said(text)
+    os.kill(os.getpid(), signal.SIGTERM)
+websocket._say = say
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_line_that_is_told_to_stop_as_soon_as_it_says_that_it_is_there_stops(
+    tmp_path: Path,
+) -> None:
+    with FakeBox(tmp_path) as box:
+        box.welcome = msgspec.structs.replace(box.welcome, bundle=str(SMALL), notice="")
+        words = ["websocket", "--socket", str(box.path), "--listen", "127.0.0.1:0"]
+        ran = subprocess.run(
+            [sys.executable, "-W", "error", "-c", HASTY, *words],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert "answers at http://127.0.0.1:" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
