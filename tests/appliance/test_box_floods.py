@@ -38,7 +38,9 @@ def test_more_lines_than_there_is_room_for_are_turned_away_and_no_call_notices(
     well.speak(3, last=True)
     well.settle(3)
     assert well.next() == control.Gone(well.admitted.session, "finished")
-    assert sum("was not let in: too many lines" in r.message for r in caplog.records) == 1
+    # Once a second, and these came within one unless this machine is busy.
+    told = sum("was not let in: too many lines" in r.message for r in caplog.records)
+    assert 1 <= told < 5
     well.client.close()
     for other in others:
         other.close()
