@@ -69,10 +69,14 @@ class Line:
             assert now_s() < until, f"{text} is not in {self.log.read_text()}"
             sleep(0.02)
 
+    def processes(self) -> list[int]:
+        """Of its children: the one that does the work, and the spare one."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(child) for child in children.split()]
+
     def worker(self) -> int:
         """The process id of the one that does the work."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return int(children.split()[0])
+        return self.processes()[0]
 
     def stop(self) -> int:
         if self.process.poll() is None:
