@@ -5,6 +5,7 @@ decoded with the rest of the file; the sentences of its errors are for operators
 """
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.lines import sip_transfer
+from appliance.lines.sip_filter import MOST_NETWORKS
 from appliance.lines.sip_words import plain
 
 CODECS = {"opus": "opus/48000/1", "g722": "g722/16000/1", "pcma": "pcma", "pcmu": "pcmu"}
@@ -80,6 +82,11 @@ class SipAccount(_Table, frozen=True):
         for name in ("domain", "proxy", "stun"):
             if _is_ipv6(value := getattr(self, name).removeprefix("stun:")):
                 raise ValueError(f'account "{self.user}": {name}: "{value}" {IPV6}')
+        if self.domain and not _is_host(self.domain):
+            raise ValueError(
+                f'account "{self.user}": domain: "{self.domain}" is not HOST or HOST:PORT, such as '
+                '"pbx.example" or "10.0.0.2:5080"'
+            )
         for rule, what in self.rules:
             if what != sip_transfer.HANG_UP and sip_transfer.address(what) is None:
                 raise ValueError(
@@ -159,13 +166,23 @@ class SipConfig(_Table, frozen=True):
         address, _ = endpoint("listen", self.listen)
         if self.health and endpoint("health", self.health) == endpoint("listen", self.listen):
             raise ValueError(f"health: {self.health} is where calls come in; it needs its own port")
+        if len(self.allow) > MOST_NETWORKS:
+            raise ValueError(
+                f"allow: {len(self.allow)} networks; the kernel's filter holds {MOST_NETWORKS}. "
+                "Put neighbours together"
+            )
         for network in self.allow:
             if ":" in network:
                 raise ValueError(f'allow: "{network}" {IPV6}')
             try:
-                ipaddress.IPv4Network(network)
+                prefix = ipaddress.IPv4Network(network).prefixlen
             except ValueError as err:
                 raise ValueError(f'allow: "{network}" is no IPv4 network: {err}') from None
+            if not prefix:
+                raise ValueError(
+                    f'allow: "{network}" is everybody, and scanners find this line within minutes. '
+                    "Name who may call, or say open_to_everybody = true behind a firewall that does"
+                )
         if self.rtp_ports[1] - self.rtp_ports[0] < 2 * self.most:
             raise ValueError(
                 f"rtp_ports: {self.rtp_ports[0]}-{self.rtp_ports[1]} is too few for "
@@ -189,11 +206,18 @@ class SipConfig(_Table, frozen=True):
                     why := sip_transfer.fault(what, self.transfer_to)
                 ):
                     raise ValueError(f'account "{account.user}": {rule}: {why}')
-            server = _address_of_stun(account.stun)
-            if server and self.allow and not any(server in network for network in self.networks):
+            server = _address_of(account.stun)
+            if self._drops(server):
                 raise ValueError(
                     f'account "{account.user}": stun: {server} is not in allow, so its answers '
                     f'would be dropped, and every call ended after 70 s. Add "{server}/32"'
+                )
+            registrar = _address_of(account.proxy or account.domain)
+            is_udp = account.transport == "udp" and "transport=" not in account.proxy
+            if account.register and is_udp and self._drops(registrar):
+                raise ValueError(
+                    f'account "{account.user}": {registrar} is not in allow, so what it answers to '
+                    f'a login would be dropped. Add "{registrar}/32"'
                 )
             if account.record and self.recording is None:
                 raise ValueError(f'account "{account.user}": record = true needs [sip.recording]')
@@ -205,6 +229,12 @@ class SipConfig(_Table, frozen=True):
                 'within minutes. Say who may call: allow = ["10.0.0.0/24"], the addresses of your '
                 "PBX or trunk and of its media servers"
             )
+
+    def _drops(self, sender: ipaddress.IPv4Address | None) -> bool:
+        """Whether what comes from there is dropped; None, a name, is anybody."""
+        if sender is None or not self.allow:
+            return False
+        return not any(sender in network for network in self.networks)
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -224,10 +254,18 @@ def _is_ipv6(address: str) -> bool:
     return address.count(":") > 1
 
 
-def _address_of_stun(stun: str) -> ipaddress.IPv4Address | None:
-    """Of ``stun:ADDRESS:PORT``; None if it is a name, which the stack asks for at each call."""
+def _is_host(text: str) -> bool:
+    """``HOST`` or ``HOST:PORT``."""
+    host, colon, port = text.partition(":")
+    return bool(host) and (not colon or (port.isdecimal() and 0 < int(port) < 65_536))
+
+
+def _address_of(server: str) -> ipaddress.IPv4Address | None:
+    """Of ``stun:ADDRESS:PORT`` or ``ADDRESS:PORT;transport=tcp``; None if it is a name, which only
+    the stack asks for."""
+    server = server.partition(";")[0]
     try:
-        return ipaddress.IPv4Address(stun.removeprefix("stun:").partition(":")[0])
+        return ipaddress.IPv4Address(re.sub("^(stun|sips?):", "", server).partition(":")[0])
     except ValueError:
         return None
 
