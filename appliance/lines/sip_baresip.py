@@ -12,9 +12,11 @@ pinned to one (`pyproject.toml`): what is said here was found by running it. Lea
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from ipaddress import IPv4Network
@@ -54,6 +56,9 @@ WHY = {
 LATER_S = 5
 """Than the line the stack ends a call without packets: it names no reason that an operator would
 know, and forgets how many came."""
+
+_SENT_BY = re.compile(r"\s*SIP\s*/\s*2\.0\s*/\s*\w+\s+(\[[^\]]*\]|[^\s;:,]+)", re.IGNORECASE)
+LONGEST_HOST = 100
 
 NOBODY = IPv4Network("255.255.255.255/32")
 
@@ -105,6 +110,7 @@ class BaresipStack:
         config = self._config
         try:
             accounts = [(account, _account(account, config)) for account in config.accounts]
+            _check_certificates(config)
         except (OSError, ValueError) as err:
             raise StackError(str(err)) from None
         self._runtime.on_dead = lambda: hear(sip_stack.Dead("its SIP thread has ended"))
@@ -125,6 +131,9 @@ class BaresipStack:
                 if account.register:
                     self._do(self._stay_logged_in(account, agent))
         except (baresip.BaresipError, OSError) as err:
+            self._runtime.on_dead = None
+            with contextlib.suppress(baresip.BaresipError):
+                await self._runtime.close()
             raise StackError(
                 f"the SIP stack does not start: {err}. Is {config.listen} an address of this "
                 f"machine, and free? ss -ulnp 'sport = :{endpoint('listen', config.listen)[1]}'"
@@ -184,12 +193,12 @@ class BaresipStack:
         leg = self._numbers
         self._calls[leg] = call
         self._legs[call.handle] = leg
-        via = call.headers.get("Via", "")
-        source = via.partition(" ")[2].partition(";")[0].rpartition(":")[0]
+        headers = call.headers
+        source = _sent_by(headers.get("Via") or headers.get("v", ""))
         account = self._agents[call._ua_handle]
         peer, call_id = call.peer or "", call.call_id or ""
-        name = _display_name(call.headers.get("From", ""))
-        called = _address(call.headers.get("To", ""))
+        name = _display_name(headers.get("From") or headers.get("f", ""))
+        called = _address(headers.get("To") or headers.get("t", ""))
         self._hear(sip_stack.Incoming(leg, account.user, peer, call_id, source, name, called))
 
     def _on_event(self, event: baresip.StackEvent) -> None:
@@ -368,7 +377,7 @@ def _settings(config: SipConfig, verbose: bool) -> Config:
         net_interface=str(address),
         max_concurrent_calls=config.most,
         rtp_timeout=config.media_timeout_s + LATER_S,
-        expose_headers=("Via", "From", "To"),
+        expose_headers=("Via", "From", "To", "v", "f", "t"),  # it takes each for another
         sip_trace=verbose,
         native_log_level="debug" if verbose else "warning",
         extra_config_text="\n".join(lines) + "\n",
@@ -379,7 +388,13 @@ def _account(account: SipAccount, config: SipConfig) -> Account:
     """Raises `OSError` if its password cannot be read, `ValueError` if it is none."""
     password = ""
     if account.password_file is not None:
-        password = _password(account.password_file)
+        try:
+            password = _password(account.password_file)
+        except (OSError, ValueError) as err:
+            why = err.strerror if isinstance(err, OSError) else err
+            raise ValueError(
+                f'account "{account.user}": password_file = {account.password_file}: {why}'
+            ) from None
     extra = ["video_codecs=none"]
     if account.srtp != "off":
         extra.append("mediaenc=srtp" + ("-mand" if account.srtp == "mandatory" else ""))
@@ -410,6 +425,13 @@ def _display_name(header: str) -> str:
     return "".join(char for char in name if char.isprintable())[:100]
 
 
+def _sent_by(via: str) -> str:
+    """Of a Via header, the host: "SIP/2.0/UDP 10.0.0.5:5060;branch=x" -> "10.0.0.5". The port may
+    be left out. No longer than an address: it is a stranger's, and kept of many."""
+    found = _SENT_BY.match(via)
+    return found[1][:LONGEST_HOST] if found else ""
+
+
 def _address_of_record(account: Account) -> str:
     """How the stack is told of it. With a transport in it, it answers 404 over any other, so of
     UDP nothing is said; over TLS, what is meant to be secret shall not come in the clear."""
@@ -419,8 +441,28 @@ def _address_of_record(account: Account) -> str:
 def _password(path: Path) -> str:
     text = path.read_text(encoding="utf-8").partition("\n")[0].strip()
     if not text:
-        raise ValueError(f"{path} holds no password on its first line")
+        raise ValueError("there is no password on its first line")
+    if set(text) & set('"\\'):
+        raise ValueError('the stack knows no password with " or a backslash in it; change it')
     return text
+
+
+def _check_certificates(config: SipConfig) -> None:
+    """The stack says nothing of authorities that it cannot read, and little of a certificate.
+
+    Raises `ValueError`.
+    """
+    name, path = "tls_ca", config.tls_ca
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if path is not None:
+            context.load_verify_locations(path)
+        name, path = "tls_certificate", config.tls_certificate
+        if path is not None:
+            context.load_cert_chain(path, password="")  # or it would be asked for at the terminal
+    except OSError as err:
+        why = err.strerror if err.filename or not isinstance(err, ssl.SSLError) else err
+        raise ValueError(f"[sip] {name} = {path}: {why}. Both are PEM files") from None
 
 
 def _address(header: str) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +45,9 @@ SEEK_S = 1.0
 
 MOST_SOURCES = 10_000
 """Addresses whose calls are counted one by one."""
+
+LONGEST_WORDS = 250
+"""Of what a peer says of a call; a SIP message bears thousands."""
 
 Hook = Callable[[dict[str, object]], None]
 
@@ -145,7 +149,7 @@ class SipServer:
                 self._write_down(number, call)
             await asyncio.to_thread(self._extras.close)
             await asyncio.sleep(0)  # what the recorder said last is heard
-            self._records.close()
+            await asyncio.to_thread(self._records.close)
         return self._trouble
 
     def stop(self, *, within_ns: int) -> None:
@@ -210,6 +214,7 @@ class SipServer:
 
     def _incoming(self, event: Incoming, now_ns: int) -> None:
         self.counts["calls"] += 1
+        event = _short(event)
         account = self._accounts.get(event.account)
         why = self._turn_away(event, account, now_ns)
         if why or account is None:
@@ -445,3 +450,9 @@ class SipServer:
                 **more,
             }
         )
+
+
+def _short(event: Incoming) -> Incoming:
+    """With a stranger's words at a length that may be kept of half a million calls."""
+    words = ("caller", "call_id", "source", "name", "called")
+    return replace(event, **{word: getattr(event, word)[:LONGEST_WORDS] for word in words})
