@@ -3,13 +3,18 @@
 Decides the answer's bytes. The SIP stack answers OPTIONS with 200 however full it is, so a load
 balancer asks here instead: 200 while there is room, 503 with the reason and a Retry-After while
 there is none. Whatever else comes is counted and not answered; nothing is remembered of anybody.
+This is Python, on the thread that calls wait for, so who may ask is the kernel's to say, as at the
+port for calls (`sip_filter`).
 """
 
 import asyncio
 import re
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
+from ipaddress import IPv4Network
 from typing import cast
 
+from appliance.lines import sip_filter
 from appliance.lines.sip_config import endpoint
 
 LONGEST_BYTES = 8_192
@@ -57,9 +62,15 @@ def _quoted(why: str) -> bytes:
 class Health(asyncio.DatagramProtocol):
     """The port, if there is one, and whoever else is to know."""
 
-    def __init__(self, at: str, also: Callable[[bool], None]) -> None:
-        """at: ADDRESS:PORT, or empty. also: told whether there is room, when that changes."""
+    def __init__(
+        self, at: str, also: Callable[[bool], None], networks: Sequence[IPv4Network] = ()
+    ) -> None:
+        """at: ADDRESS:PORT, or empty. also: told whether there is room, when that changes.
+
+        networks: who may ask; empty: anybody.
+        """
         self._at = at
+        self._networks = networks
         self._also = also
         self._why = "starting"
         self._had_room: bool | None = None
@@ -72,8 +83,14 @@ class Health(asyncio.DatagramProtocol):
         if not self._at:
             return
         address, port = endpoint("health", self._at)
-        loop = asyncio.get_running_loop()
-        await loop.create_datagram_endpoint(lambda: self, local_addr=(str(address), port))
+        bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            sip_filter.attach(bound, sip_filter.program(self._networks))
+            bound.bind((str(address), port))
+            await asyncio.get_running_loop().create_datagram_endpoint(lambda: self, sock=bound)
+        except BaseException:
+            bound.close()
+            raise
 
     def show(self, has_room: bool, why: str) -> None:
         """From now on say this."""
