@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--csv",
         metavar="DAY",
-        help="print the records of calls from that day on, such as 20260131, and end; all: all",
+        help="print the records of calls from that day on and end: today, yesterday, 2026-01-31 "
+        "(UTC), or all",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--go", type=int, default=-1, metavar="FD", help=argparse.SUPPRESS)
@@ -83,7 +84,7 @@ def run_sip(args: argparse.Namespace) -> int:
     if config.sip is None:
         return _fail(f"{args.config} has no table [sip]; see docs/telephone.md", EXIT_CONFIG)
     if args.csv:
-        return _print_records(config.sip.records, "" if args.csv == "all" else args.csv)
+        return _print_records(config.sip.records, args.csv)
     log.set_up(verbose=args.verbose)
     socket = args.socket or config.control.socket
     if args.worker:
@@ -110,10 +111,14 @@ def _is_wanted(go: int) -> bool:
 def _print_records(path: Path, since: str) -> int:
     import sqlite3
 
+    from appliance.ledger_views import ViewError, day_of
     from appliance.lines.sip_records import read, write_csv
 
     try:
-        rows = read(path, since)
+        rows = read(path, "" if since == "all" else day_of(since))
+    except ViewError:
+        expected = "all, today, yesterday or a date such as 2026-01-31 (UTC)"
+        return _fail(f"--csv {since}: expected {expected}", 2)
     except (OSError, sqlite3.Error) as err:
         return _fail(f"[sip] records = {path}: {err}", 2)
     write_csv(rows, sys.stdout)
@@ -171,7 +176,7 @@ async def _serve(
     # Of the server, which is made below: boxes may be lost and found again.
     media = MediaThreads(MEDIA_THREADS, lambda: server.boxes)
     stack = BaresipStack(config, media, verbose=verbose)
-    health = Health(config.health, also=stack.show_room)
+    health = Health(config.health, also=stack.show_room, networks=config.networks)
     hook = None if config.hook is None else ProgramHook(config.hook, MonotonicClock())
     try:
         records = Records(config.records)

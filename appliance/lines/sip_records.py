@@ -2,8 +2,8 @@
 
 Decides the columns. A row is written when a call begins and again when it is over, so a row
 without an end is a call that is on, or whose process was killed; the next process says so. A
-thread of its own writes, so that a slow disk is nobody's gap; what it cannot write costs a line
-in the log, never a call.
+thread of its own writes, so that a slow disk is nobody's gap; what it cannot write waits, and costs
+lines in the log, never a call.
 """
 
 import contextlib
@@ -31,6 +31,14 @@ aside and begun anew."""
 
 ROWS_LIMIT = 500_000
 """Rows kept, newest first: about 200 MB."""
+
+PATIENCE_S = 5.0
+"""How long another program's lock on the table is waited for, such as a backup's."""
+AGAIN_S = 5.0
+"""And after how long what could not be written is tried again."""
+
+AT_ONCE, MOST_KEPT = 100, 10_000
+"""Rows written together; rows that wait for a table that cannot be written."""
 
 LOST = "the line's process ended"
 
@@ -160,21 +168,49 @@ def row_at_end(row: Row, call: PhoneCall, now_ns: int) -> Row:
 class Records:
     """The table at one path. `write` may be called from one thread; nothing waits for the disk."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `OSError` or `sqlite3.Error` if there can be no table."""
+    def __init__(
+        self, path: Path, patience_s: float = PATIENCE_S, again_s: float = AGAIN_S
+    ) -> None:
+        """patience_s: how long to wait for somebody else who writes to it. again_s: and until then.
+
+        Raises `OSError` or `sqlite3.Error` if there can be no table. One that is broken is set
+        aside, and one that is locked is written to later: neither is worth a call.
+        """
         self._path = path
+        self._patience_s, self._again_s = patience_s, again_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._is_marked = False
+        """The calls of the process before this one that were still on have been ended."""
         self.failures = 0
+        """Rows that were never written."""
+        self.lost = 0
+        """Calls that were on when the process before this one ended."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _open(path) as table:
-            lost = table.execute(
-                "UPDATE calls SET ended = ?, why = ? WHERE ended = ''", (wall_stamp(), LOST)
-            )
-            self.lost = lost.rowcount
-            """Calls that were on when the process before this one ended."""
-            table.commit()
+        try:
+            self._begin()
+        except sqlite3.DatabaseError as err:
+            if _is_locked(err):
+                logger.warning("%s: %s; calls are written down once it is free", path, err)
+            elif err.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                aside = path.with_suffix(f".broken-{wall_stamp()}{path.suffix}")
+                path.rename(aside)
+                logger.warning("%s: %s; it was moved to %s and begun anew", path, err, aside)
+                self._begin()
+            else:
+                raise
         self._thread = threading.Thread(target=self._run, name="sip-records", daemon=True)
         self._thread.start()
+
+    def _begin(self) -> None:
+        with _open(self._path, self._patience_s) as table:
+            self._mark_lost(table)
+            table.commit()
+        self._is_marked = True
+
+    def _mark_lost(self, table: sqlite3.Connection) -> None:
+        """Before any row of ours."""
+        ended = "UPDATE calls SET ended = ?, why = ? WHERE ended = ''"
+        self.lost = table.execute(ended, (wall_stamp(), LOST)).rowcount
 
     def write(self, row: Row) -> None:
         """Add a call, or what has become of it."""
@@ -186,30 +222,38 @@ class Records:
         self._thread.join(10)
 
     def _run(self) -> None:
-        written = 0
-        while (row := self._queue.get()) is not None:
-            rows = [row]
-            last = False
+        rows: list[Row] = []
+        written, last = 0, False
+        while not last:
             with contextlib.suppress(queue.Empty):
-                while len(rows) < 100:
-                    more = self._queue.get_nowait()
-                    if more is None:
-                        last = True
+                row = self._queue.get(timeout=self._again_s if rows else None)
+                while row is not None:
+                    rows.append(row)
+                    if len(rows) >= AT_ONCE:
                         break
-                    rows.append(more)
+                    row = self._queue.get_nowait()
+                last = row is None
+            if not rows:
+                continue
             try:
-                with _open(self._path) as table:
+                with _open(self._path, self._patience_s) as table:
+                    if not self._is_marked:
+                        self._mark_lost(table)
                     _insert(table, rows)
                     written += len(rows)
                     if written >= 1000:
                         written = 0
                         _trim(table)
                     table.commit()
+                self._is_marked = True
+                rows = []
             except (OSError, sqlite3.Error) as err:
-                self.failures += len(rows)
-                logger.warning("%s: %d rows could not be written: %s", self._path, len(rows), err)
-            if last:
-                return
+                logger.warning(
+                    "%s: %d rows could not be written so far: %s", self._path, len(rows), err
+                )
+                self.failures += len(rows[:-MOST_KEPT])
+                rows = rows[-MOST_KEPT:]
+        self.failures += len(rows)
 
 
 def read(path: Path, since: str = "") -> list[Row]:
@@ -241,8 +285,8 @@ def _cell(value: object) -> object:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[sqlite3.Connection]:
-    table = sqlite3.connect(path, timeout=5)
+def _open(path: Path, patience_s: float = PATIENCE_S) -> Iterator[sqlite3.Connection]:
+    table = sqlite3.connect(path, timeout=patience_s)
     try:
         version = table.execute("PRAGMA user_version").fetchone()[0]
         if version > VERSION:
@@ -250,7 +294,7 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
             aside = path.with_suffix(f".v{version}{path.suffix}")
             path.rename(aside)
             logger.warning("%s has version %d and was moved to %s", path, version, aside)
-            table = sqlite3.connect(path, timeout=5)
+            table = sqlite3.connect(path, timeout=patience_s)
             version = 0
         if 0 < version < VERSION:
             have = {row[1] for row in table.execute("PRAGMA table_info (calls)")}
@@ -272,6 +316,10 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
         yield table
     finally:
         table.close()
+
+
+def _is_locked(err: sqlite3.DatabaseError) -> bool:
+    return err.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _kind(name: str) -> str:
