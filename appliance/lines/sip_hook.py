@@ -5,8 +5,11 @@ processes. What is more is left out and counted in the log.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -25,12 +28,16 @@ LONGEST_S = 30
 class ProgramHook:
     """Starts ``program`` with one JSON object on its standard input. For one event loop."""
 
-    def __init__(self, program: Path, clock: Clock) -> None:
+    def __init__(self, program: Path, clock: Clock, longest_s: float = LONGEST_S) -> None:
         self._program = program
         self._clock = clock
+        self._longest_s = longest_s
         self._bucket = Bucket(PER_S, BURST)
         self._running: set[asyncio.Task[None]] = set()
         self._left_out = Seldom(logger, logging.WARNING)
+        self._failed = Seldom(logger, logging.WARNING)
+        if not os.access(program, os.X_OK):  # no reason to take no calls
+            logger.warning("hook %s: there is no such program that may be run", program)
 
     def __call__(self, event: dict[str, object]) -> None:
         now_ns = self._clock.now_ns()
@@ -51,15 +58,24 @@ class ProgramHook:
     async def _start(self, event: dict[str, object]) -> None:
         try:
             process = await asyncio.create_subprocess_exec(
-                str(self._program), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+                str(self._program),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                process_group=0,
             )
         except OSError as err:
-            logger.warning("hook %s could not be started: %s", self._program, err)
+            now_ns = self._clock.now_ns()
+            self._failed.say(now_ns, "hook %s could not be started: %s", self._program, err)
             return
         try:
-            await asyncio.wait_for(process.communicate(json.dumps(event).encode()), LONGEST_S)
+            await asyncio.wait_for(process.communicate(json.dumps(event).encode()), self._longest_s)
         except TimeoutError:
-            process.kill()
-            logger.warning(
-                "hook %s ran for longer than %d s and was killed", self._program, LONGEST_S
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever a script waits for
+            await process.wait()
+            self._failed.say(
+                self._clock.now_ns(),
+                "hook %s ran for longer than %g s and was killed",
+                self._program,
+                self._longest_s,
             )

@@ -6,13 +6,14 @@ call. Calls hand over frames and wait for nothing; what a slow disk cannot take 
 silence and counted. `recording` knows where a sample belongs.
 """
 
+import contextlib
 import enum
 import logging
 import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,11 +216,7 @@ class Recorder:
         """Remove what is too old or too much; why there is no room all the same, or nothing."""
         config, folder = self._config, self._config.folder
         with os.scandir(folder) as entries:
-            files = [
-                Stored(entry.name, entry.stat().st_size)
-                for entry in entries
-                if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False)
-            ]
+            files = stored(entries)
         free = shutil.disk_usage(folder).free
         is_on = {tape.path.name for tape in self._open}
         names = [file.name for file in files]
@@ -244,3 +241,13 @@ class Recorder:
                 f"is {config.keep_mb}; nothing more is recorded"
             )
         return ""
+
+
+def stored(entries: Iterable["os.DirEntry[str]"]) -> list[Stored]:
+    """The recordings of a folder. One that an operator has moved elsewhere meanwhile is none."""
+    files = []
+    for entry in entries:
+        if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):
+                files.append(Stored(entry.name, entry.stat().st_size))
+    return files
