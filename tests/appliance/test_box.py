@@ -44,6 +44,8 @@ pytestmark = pytest.mark.clock
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
+ATTEMPTS = 3
+"""Where a busy machine may spoil one: the box is at fault if it always does."""
 GENEROUS = AdmissionConfig(calibrate_s=0, min_margin_ms=0)
 """So that a busy machine refuses nobody for time."""
 
@@ -407,23 +409,27 @@ def spend(seconds: float) -> None:
 def test_a_newcomer_who_would_make_ticks_late_is_refused_for_time(
     tmp_path: Path, socket_path: Path
 ) -> None:
-    with Running(
-        tmp_path,
-        socket_path,
-        lambda batch: spend(0.06 * batch - 0.05),  # 10 ms alone; 70 of 80 with two
-        AdmissionConfig(calibrate_s=0, min_margin_ms=16),
-    ) as running:
-        first, second = Line(running), Line(running)
-        assert isinstance(first.answer, control.Admitted)
-        assert isinstance(second.answer, control.Refused)
-        assert second.answer.reason is Reason.TIME
-        assert "with 2 sessions at guaranteed fill" in second.answer.detail
-        second.client.send(control.Status(3))
-        report_ = second.next()
-        assert isinstance(report_, control.Report)
-        assert (report_.sessions_free, report_.limited_by) == (0, "time")
-        assert report_.forecast_ns > 70 * MS
-        assert report_.refusals == {"time": 1}
+    for attempt in range(ATTEMPTS):
+        with Running(
+            tmp_path / str(attempt),
+            socket_path,
+            lambda batch: spend(0.06 * batch - 0.05),  # 10 ms alone; 70 of 80 with two
+            AdmissionConfig(calibrate_s=0, min_margin_ms=16),
+        ) as running:
+            first, second = Line(running), Line(running)
+            if isinstance(first.answer, control.Refused):
+                continue  # this machine had something else to do while steps were timed
+            assert isinstance(second.answer, control.Refused)
+            assert second.answer.reason is Reason.TIME
+            assert "with 2 sessions at guaranteed fill" in second.answer.detail
+            second.client.send(control.Status(3))
+            report_ = second.next()
+            assert isinstance(report_, control.Report)
+            assert (report_.sessions_free, report_.limited_by) == (0, "time")
+            assert report_.forecast_ns > 70 * MS
+            assert report_.refusals == {"time": 1}
+            return
+    pytest.fail(f"the first caller was refused in each of {ATTEMPTS} attempts: {first.answer}")
 
 
 def test_overload_that_comes_all_the_same_sends_the_newest_away_and_keeps_the_other(
