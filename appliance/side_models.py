@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,9 @@ LONGEST_NS = 60 * NS_PER_S
 START_S = 30.0
 STOP_S = 5.0
 BOUND_PERIODS = 2
+MOST_WAITING = 1024
+"""Messages that may wait for the process beyond the kernel's 250 or so: while it loads its models
+it reads none, and it is told of every session at once."""
 
 
 def plan(configs: Sequence[BesideConfig]) -> tuple[SideModel, ...]:
@@ -77,6 +81,7 @@ class SideModels:
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._unsent: deque[bytes] = deque()
         self._taps: dict[int, Tap] = {}
         self._again_ns = 0
         self._patience_ns = AGAIN_NS
@@ -119,6 +124,7 @@ class SideModels:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self._unsent.clear()
         if self._process is not None:
             try:
                 self._process.wait(STOP_S)
@@ -154,9 +160,10 @@ class SideModels:
             self.forget(session)
 
     def look(self, now_ns: int) -> None:
-        """Start a process that died again, when its time has come."""
+        """Send what waits, and start a process that died again, when its time has come."""
         if not self.models:
             return
+        self._send()
         if self._process is not None and self._process.poll() is not None:
             code, again_s = self._process.returncode, self._patience_ns / NS_PER_S
             logger.error(
@@ -199,11 +206,18 @@ class SideModels:
         )
 
     def _say(self, message: Setup | Watch | Forget) -> None:
-        if self._socket is None:
-            return
+        if self._socket is not None:
+            self._unsent.append(encode(message))
+            self._send()
+
+    def _send(self) -> None:
         try:
-            self._socket.send(encode(message))
-        except OSError:
-            # It is gone, or hangs with its socket full: it is started again, and told everything.
+            while self._socket is not None and self._unsent:
+                self._socket.send(self._unsent[0])
+                self._unsent.popleft()
+        except OSError as err:
+            if isinstance(err, BlockingIOError) and len(self._unsent) <= MOST_WAITING:
+                return
+            # It is gone, or hangs: it is started again, and told everything.
             if self._process is not None:
                 self._process.kill()

@@ -6,6 +6,7 @@ How often each was in time is printed, and is a figure of this machine.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,13 @@ from appliance import cli, control, demonstration, ledger, report
 from appliance.clock import MonotonicClock
 from appliance.config import EXIT_CONFIG, BesideConfig, ConfigError
 from appliance.contracts import Outcome
-from appliance.side_models import SideModels, plan
+from appliance.side_models import MOST_WAITING, SideModels, plan
+from appliance.side_worker import Forget
 from appliance.status import ask
 from engines.bundle import Timing
 from engines.stream_model import AKIKI, SILERO
 from tests.appliance.lines.test_boxes import serve
-from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
+from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path, spend
 from tests.engines.test_stream_model import weights
 from tests.fakes import PERIOD_NS, SAMPLES
 from tests.small import SMALL
@@ -118,6 +120,36 @@ def test_their_process_may_die_and_no_call_notices(tmp_path: Path, socket_path: 
     assert len(np.unique(numbers)) == len(numbers)  # none twice, in the order of time
     assert (np.diff(numbers) > 0).all()
     assert not list(Path("/dev/shm").glob(f"dbx-{os.getpid()}-*-tap"))
+
+
+@pytest.mark.slow
+def test_a_process_that_reads_nothing_for_a_while_is_told_all_of_it_later() -> None:
+    """As one that loads its models while hundreds of sessions are on; one that hangs is ended."""
+    (model,) = plan([BesideConfig("speech", "silero-vad", weights(SILERO))])
+    sides = SideModels([model], Timing(PERIOD_NS, 24_000, SAMPLES), MonotonicClock())
+    sides.start()
+    process = sides._process
+    assert process is not None
+    try:
+        process.send_signal(signal.SIGSTOP)
+        for session in range(MOST_WAITING):
+            sides._say(Forget(session))
+        assert sides._unsent
+        assert process.poll() is None
+        process.send_signal(signal.SIGCONT)
+        for _ in range(int(DEADLINE_S / 0.01)):
+            if not sides._unsent:
+                break
+            spend(0.01)
+            sides.look(0)
+        assert (len(sides._unsent), process.poll(), sides.restarts) == (0, None, 0)
+        process.send_signal(signal.SIGSTOP)
+        for session in range(2 * MOST_WAITING):
+            sides._say(Forget(session))
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    finally:
+        process.kill()
+        sides.stop()
 
 
 def test_what_is_no_model_is_a_config_error_before_anything_starts(
