@@ -376,7 +376,10 @@ class ControlClient:
         Raises `BoxGone` when nobody listens or nobody answers in time, `ControlError` when
         the box speaks another version.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as err:  # whoever looks for a box is to look again, and not to end by it
+            raise BoxGone(f"the box at {path} cannot be reached: {err.strerror or err}") from None
         try:
             connection.settimeout(timeout_s)
             connection.connect(str(path))

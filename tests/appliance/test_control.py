@@ -1,5 +1,6 @@
 """Control messages: bytes and back, and what is not one."""
 
+import contextlib
 import os
 import resource
 import socket
@@ -136,3 +137,20 @@ def test_a_box_of_another_version_is_refused(tmp_path: Path) -> None:
         ):
             ControlClient.connect(tmp_path / "s")
         thread.join()
+
+
+def test_a_line_that_has_no_descriptor_left_may_look_for_its_box_again(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(highest + 1, 64), limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(BoxGone, match="cannot be reached: Too many open files"):
+            ControlClient.connect(tmp_path / "box.sock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
