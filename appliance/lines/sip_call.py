@@ -151,7 +151,7 @@ class PhoneCall:
         """When the downlink is looked at next, and whether the call should end."""
         self._took = Took()
         self._hand_in = hand_in or HandIn()
-        self._hearing = Hearing(
+        self.hearing = Hearing(
             self._samples,
             self._rate_hz,
             number,
@@ -185,7 +185,7 @@ class PhoneCall:
             return
         self.state = State.TALKING
         self.talked_from_ns = now_ns
-        self._hearing.begin(self._grid, now_ns)
+        self.hearing.begin(self._grid, now_ns)
 
     def closed(self, why: str, stats: dict[str, float], now_ns: int) -> None:
         """The peer has gone, or the stack has let go of it."""
@@ -207,10 +207,11 @@ class PhoneCall:
             self._speaking.is_held = is_held
         if is_held and self._held_since_ns is None:
             self._held_since_ns = now_ns
+            self.hearing.may_miss_caller = False
         elif not is_held and self._held_since_ns is not None:
             self._held_ns += now_ns - self._held_since_ns
             self._held_since_ns = None
-            self._hearing.heard_ns = now_ns
+            self.hearing.heard_ns = now_ns
 
     def transfer(self, target: str, by: str) -> str:
         """Ask the peer to call somebody else instead of us; why not, or nothing."""
@@ -310,7 +311,7 @@ class PhoneCall:
         """The way in, which ticks wait for; when the next frame's time comes, if one does."""
         if not self._is_heard or self._channel is None:
             return None
-        return self._hearing.turn(self._channel, self._grid, now_ns)
+        return self.hearing.turn(self._channel, self._grid, now_ns)
 
     def advance(self, now_ns: int) -> list[control.ToBox]:
         """Do what is due by ``now_ns``; return what is to be said to the box."""
@@ -335,7 +336,7 @@ class PhoneCall:
 
     def figures(self) -> Figures:
         """How it is going, or went."""
-        hearing, speaking = self._hearing, self._speaking
+        hearing, speaking = self.hearing, self._speaking
         counts = hearing.receive.counts
         outcomes = {} if speaking is None else speaking.outcomes
         phase = None if speaking is None else speaking.phase
@@ -402,10 +403,10 @@ class PhoneCall:
         announcing = self._extras.announcing
         if announcing is None or announcing.is_over:
             return False
-        self._hearing.leave_out(now_ns)
+        self.hearing.leave_out(now_ns)
         announcing.turn(self._media)
         if announcing.is_over:
-            self._hearing.begin(self._grid, now_ns)
+            self.hearing.begin(self._grid, now_ns)
         return True
 
     # --- out
@@ -416,7 +417,7 @@ class PhoneCall:
         assert speaking is not None
         if now_ns >= self._look_ns:
             for header in speaking.collect(now_ns):
-                self._hearing.came_back(header)
+                self.hearing.came_back(header)
                 # The next one cannot be there before its tick has begun.
                 self._look_ns = self._grid.start_ns(header.tick + 1)
         if not speaking.has_work(now_ns):
@@ -424,8 +425,8 @@ class PhoneCall:
         words = self._extras.words
         for header, _ in speaking.send(now_ns):
             if words is not None:
-                words.hear(header.text, now_ns, self._hearing.spoke_ns)
-            if (arrived_ns := self._hearing.arrived_ns(header.heard)) is not None:
+                words.hear(header.text, now_ns, self.hearing.spoke_ns)
+            if (arrived_ns := self.hearing.arrived_ns(header.heard)) is not None:
                 self._took.arrived_to_queued.append(now_ns - arrived_ns)
         speaking.settle()
 
@@ -434,7 +435,7 @@ class PhoneCall:
     def _mind_words(self, now_ns: int) -> None:
         """Do what the model's words mean, once it has been heard out."""
         words = self._extras.words
-        if words is not None and (meant := words.due(now_ns, self._hearing.spoke_ns)) is not None:
+        if words is not None and (meant := words.due(now_ns, self.hearing.spoke_ns)) is not None:
             self._obey(meant.what, f'words "{meant.phrase}"', now_ns)
 
     def _obey(self, what: str, by: str, now_ns: int) -> None:
@@ -453,7 +454,7 @@ class PhoneCall:
         elif self._held_since_ns is not None:
             if now_ns - self._held_since_ns > self._limits.hold_ns:
                 self.hang_up(f"on hold for {self._limits.hold_ns // NS_PER_S} s", now_ns)
-        elif now_ns - self._hearing.heard_ns > self._limits.media_timeout_ns:
+        elif now_ns - self.hearing.heard_ns > self._limits.media_timeout_ns:
             seconds = self._limits.media_timeout_ns // NS_PER_S
             self.hang_up(f"no audio from the caller for {seconds} s", now_ns)
 
@@ -461,7 +462,7 @@ class PhoneCall:
         """Leave the session if there is one. A second time is nothing."""
         self.why = self.why or why
         if self._is_heard and self._channel is not None:
-            self._hearing.end(self._channel, self._grid, now_ns)
+            self.hearing.end(self._channel, self._grid, now_ns)
         if self.state in (State.TALKING, State.ANSWERING):
             self.state = State.LEAVING
             self.ended_ns = now_ns  # what the box takes to say goodbye is nobody's call

@@ -54,6 +54,10 @@ is; where more than so many calls are on, two packets at a time, at a third less
 
 FULL_SCALE = np.float32(1 / 32_768)
 
+MISSED_NS = 3 * NS_PER_S
+"""A telephone sends from the moment on at which it is answered, silence too. If nothing at all has
+come by then, its audio goes somewhere else."""
+
 PAY_BACK_TICKS = 6
 """So many ticks in a row must have heard an older frame than theirs before a backlog is one."""
 
@@ -140,6 +144,9 @@ class Hearing:
         """When something last came of the caller."""
         self.spoke_ns = 0
         """When that was last loud enough for a voice."""
+        self.may_miss_caller = True
+        """Nothing has come so far, and something should."""
+        self._began_ns: int | None = None
         self._rate_hz = rate_hz
         self._media = media
         self._took = took
@@ -170,6 +177,7 @@ class Hearing:
 
     def begin(self, grid: TickGrid, now_ns: int) -> None:
         """The model hears the caller from now on."""
+        self._began_ns = now_ns
         self.heard_ns = self._read_ns = self._looked_ns = now_ns
         # Not by today's lead: a call whose lead grows must not have a tick more than it lasts.
         self._tick = grid.tick_at(now_ns + MOST_LEAD_NS) + 1
@@ -182,6 +190,14 @@ class Hearing:
         """What the caller says meanwhile is heard by nobody."""
         if self._media.read().size:
             self.heard_ns = now_ns
+            self.may_miss_caller = False
+
+    def misses_caller(self, now_ns: int) -> bool:
+        """Nothing at all has come, although it is time: true once."""
+        if self._began_ns is None or now_ns - self._began_ns < MISSED_NS:
+            return False
+        is_missed, self.may_miss_caller = self.may_miss_caller, False
+        return is_missed
 
     def turn(self, channel: Channel, grid: TickGrid, now_ns: int) -> int:
         """Whatever is due, if anything is; when the next frame's time comes."""
@@ -212,6 +228,7 @@ class Hearing:
         if not pcm.size or not rate_hz:
             return
         self.heard_ns = now_ns
+        self.may_miss_caller = False
         if self._in is None or self._in[0] != rate_hz:
             self._in = (rate_hz, stretcher(rate_hz, self._rate_hz))
         audio = pcm * FULL_SCALE

@@ -24,7 +24,7 @@ from appliance.lines.limits import Bucket
 from appliance.lines.sip_call import Limits, PhoneCall, Verb
 from appliance.lines.sip_config import SipAccount, SipConfig
 from appliance.lines.sip_extras import ExtrasMaker
-from appliance.lines.sip_hear import HandIn
+from appliance.lines.sip_hear import MISSED_NS, HandIn
 from appliance.lines.sip_recorder import Recorded
 from appliance.lines.sip_records import Records, Row, number_of, row_at_end
 from appliance.lines.sip_stack import Event, Incoming, Stack
@@ -116,9 +116,19 @@ class SipServer:
         """When the next frame of any call is to be handed in."""
         self._report: control.Report | None = None
         self._trouble = ""
-        self.counts = dict.fromkeys(("calls", "answered", "refused", "limited", "unknown"), 0)
+        self.counts = dict.fromkeys(
+            ("calls", "answered", "refused", "limited", "unknown", "unheard"), 0
+        )
         self._refused = Seldom(logger, logging.INFO)
         self._ended = Seldom(logger, logging.INFO)
+        self._missed = Seldom(logger, logging.WARNING)
+        low, high = config.rtp_ports
+        self._where_to_look = (
+            f". Do packets from there reach UDP ports {low}-{high} here, and has `allow` "
+            "the address that they come from? docs/telephone.md, Behind a router"
+            if line == "sip"
+            else ""
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._extras = ExtrasMaker(config, clock, self._recorded)
         self._use(boxes)
@@ -396,6 +406,7 @@ class SipServer:
             except control.ControlError as err:
                 logger.warning("a box was found that cannot be used: %s", err)
             self._tell_room()
+            self._look_for_missed()
             await asyncio.sleep(SEEK_S)
 
     def _tell_room(self) -> None:
@@ -405,6 +416,21 @@ class SipServer:
         if not why and self._report is not None and not self._report.sessions_free:
             why = f"the box is full: {self._report.limited_by}"
         self._room(not why, why)
+
+    def _look_for_missed(self) -> None:
+        """Callers of whom nothing has come: it is said while they are on, not only after."""
+        now_ns = self._clock.now_ns()
+        for call in self._calls.values():
+            if not call.hearing.misses_caller(now_ns):
+                continue
+            self.counts["unheard"] += 1
+            caller = call.incoming.caller or "somebody"
+            seconds = MISSED_NS // NS_PER_S
+            why = self._where_to_look
+            self._missed.say(
+                now_ns, "call %d of %s: no audio in %d s%s", call.number, caller, seconds, why
+            )
+            self._say("unheard", call)
 
     # --- what is left of a call
 

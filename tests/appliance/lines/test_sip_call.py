@@ -80,6 +80,21 @@ def test_a_silent_peer_gets_frames_of_comfort_noise_until_it_is_given_up(rig: Ri
     assert any(isinstance(m, control.Leave) for m in rig.said)
 
 
+@pytest.mark.parametrize("how", ["silent", "one packet", "on hold"])
+def test_a_caller_of_whom_nothing_has_ever_come_is_missed_once(rig: Rig, how: str) -> None:
+    rig.answer()
+    rig.talks = how == "one packet"
+    rig.run(0.1)
+    rig.talks = False
+    if how == "on hold":
+        rig.call.held(True, rig.now_ns)
+    rig.run(2.8)
+    assert not rig.call.hearing.misses_caller(rig.now_ns)
+    rig.run(0.2)
+    assert rig.call.hearing.misses_caller(rig.now_ns) == (how == "silent")
+    assert not rig.call.hearing.misses_caller(rig.now_ns)
+
+
 def test_on_hold_the_clock_goes_on_frames_are_discarded_and_the_call_resumes(rig: Rig) -> None:
     rig.answer()
     rig.run(4)

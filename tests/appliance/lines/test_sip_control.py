@@ -142,6 +142,20 @@ def test_each_account_has_its_persona_and_voice_and_its_longest_call(
     assert [e["event"] for e in events(running, brief, "ended")] == ["answered", "ended"]
 
 
+def test_a_caller_of_whom_nothing_comes_is_told_of_while_the_call_is_on(running: Line) -> None:
+    with Phone("bot", running.port) as phone:
+        phone.dial()
+        row = running.rows()[-1]
+        events(running, row, "unheard")
+        assert not running.rows()[-1].ended
+        phone.talk(speech(0.3))
+        assert phone.hang_up() == 200
+    told = [event["event"] for event in events(running, row, "ended")]
+    assert told == ["answered", "unheard", "ended"]
+    log = running.log.read_text()
+    assert "no audio in 3 s. Do packets from there reach UDP ports" in log
+
+
 def test_the_hook_hears_of_keys_and_of_how_a_call_began_and_ended(running: Line) -> None:
     with Phone("polite", running.port) as phone:
         phone.dial()
