@@ -195,11 +195,12 @@ class Line:
 def test_a_call_from_hello_to_goodbye(running: Running) -> None:
     line = Line(running, "Ann")
     line.speak(3, last=True)
-    line.settle(3)
-    assert line.next() == control.Gone(line.admitted.session, "finished")
+    assert line.settle_all() == control.Gone(line.admitted.session, "finished")
     line.close()
     (session,) = running.summary().sessions
-    assert (session.due, session.generated, session.on_time) == (3, 3, 3)
+    # A tick that this machine was too busy for makes no frame, and has its record.
+    assert (session.due, session.generated + session.missed) == (3, 3)
+    assert session.on_time + session.late == session.generated > 0
     assert (session.caller, session.ended, session.unexplained) == ("Ann", "finished", 0)
 
 
@@ -265,7 +266,7 @@ def test_a_line_that_vanishes_takes_its_call_with_it_and_no_other(running: Runni
     assert (lost.ended, lost.failed, lost.unexplained) == ("lost", True, 0)
     assert lost.lost == lost.generated > 0
     assert (finished.ended, finished.unexplained) == ("finished", 0)
-    assert finished.due == finished.generated >= 4
+    assert finished.due == finished.generated + finished.missed >= 4
 
 
 def test_a_line_that_sends_garbage_is_cut_off(running: Running) -> None:
@@ -299,7 +300,9 @@ def test_a_line_that_never_settles_is_given_up_and_its_frames_are_unexplained(
     assert line.next() == control.Gone(line.admitted.session, "timeout")
     line.close()
     summary = running.summary()
-    assert (summary.sessions[0].ended, summary.unexplained) == ("timeout", 2)
+    (session,) = summary.sessions
+    assert session.ended == "timeout"
+    assert summary.unexplained == session.generated == session.due - session.missed > 0
 
 
 def test_a_caller_who_never_speaks_is_given_up(tmp_path: Path, socket_path: Path) -> None:

@@ -36,8 +36,7 @@ def test_more_lines_than_there_is_room_for_are_turned_away_and_no_call_notices(
         with pytest.raises(control.BoxGone, match="closed the connection at once"):
             ControlClient.connect(path)
     well.speak(3, last=True)
-    well.settle(3)
-    assert well.next() == control.Gone(well.admitted.session, "finished")
+    assert well.settle_all() == control.Gone(well.admitted.session, "finished")
     # Once a second, and these came within one unless this machine is busy.
     told = sum("was not let in: too many lines" in r.message for r in caplog.records)
     assert 1 <= told < 5

@@ -19,6 +19,7 @@ from appliance import cli, control, demonstration, ledger, report
 from appliance.clock import MonotonicClock
 from appliance.config import EXIT_CONFIG, BesideConfig, ConfigError
 from appliance.contracts import Outcome
+from appliance.ledger import Flag
 from appliance.side_models import MOST_WAITING, SideModels, plan
 from appliance.side_worker import Forget
 from appliance.status import ask
@@ -78,6 +79,10 @@ def test_three_contracts_beside_the_voice_of_two_callers(tmp_path: Path) -> None
     assert (voice.unexplained, len(voice.sessions)) == (0, 2 - refused), ran.stderr
     assert state.beside_restarts == 0
     for call in calls:
+        # What the voice did not hear, they did not either: a busy machine leaves out ticks.
+        deaf = int((call.ticks["flags"] & (Flag.CONCEALED | Flag.MISSED) > 0).sum())
+        heard_ns = (len(call.ticks) - deaf) * PERIOD_NS
+        assert heard_ns > TALK_S * 1e9 / 2
         for number, one in enumerate(call.header.beside):
             mine = call.side[call.side["model"] == number]
             missing = np.setdiff1d(np.arange(len(mine)), mine["index"])
@@ -85,8 +90,8 @@ def test_three_contracts_beside_the_voice_of_two_callers(tmp_path: Path) -> None
                 assert mine["index"].tolist() == list(range(len(mine)))
             else:  # one for each input; the synthetic callers lose a frame now and then
                 assert len(np.unique(mine["index"])) == len(mine)
-                assert len(missing) * one.period_ns <= 12 * PERIOD_NS
-            assert len(mine) * one.period_ns > TALK_S * 1e9 * 0.9
+                assert len(missing) * one.period_ns <= max(12, 2 * deaf) * PERIOD_NS
+            assert len(mine) * one.period_ns > heard_ns * 0.9
             good = mine[mine["outcome"] == Outcome.DELIVERED]
             assert good["margin_ns"].min() >= 0
             assert (good["value"] > 0.5).mean() > 0.4  # it hears the speech
