@@ -206,12 +206,13 @@ async def _serve(
     gc.collect()
     gc.freeze()
     try:
-        await health.start()
+        try:
+            await health.start()
+        except OSError as err:
+            return _fail(f"[sip] health = {config.health}: {err}", EXIT_CONFIG)
         trouble = await server.run()
     except StackError as err:
         return _fail(str(err), EXIT_CONFIG)
-    except OSError as err:
-        return _fail(f"[sip] health = {config.health}: {err}", EXIT_CONFIG)
     finally:
         beating.cancel()
         health.close()

@@ -175,7 +175,9 @@ class BaresipStack:
     def dropped(self) -> int:
         """Datagrams that came to our SIP port and that nobody read."""
         address, port = endpoint("listen", self._config.listen)
-        return max(self._dropped, sip_filter.dropped(str(address), port))
+        with contextlib.suppress(OSError):
+            self._dropped = max(self._dropped, sip_filter.dropped(str(address), port))
+        return self._dropped
 
     async def close(self) -> None:
         self._dropped = self.dropped()
@@ -209,9 +211,7 @@ class BaresipStack:
         elif leg is None:
             return
         elif kind is baresip.Event.CALL_ESTABLISHED:
-            self._filter_media()
-            if self._media_threads is not None:
-                self._media_threads.look()
+            self._prepare(leg)
             self._confirmed.add(leg)
             self._hear(sip_stack.Established(leg))
         elif kind is baresip.Event.CALL_CLOSED:
@@ -233,10 +233,21 @@ class BaresipStack:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _prepare(self, leg: int) -> None:
+        """Of a call's audio: who may send it, without which there is none, and its threads."""
+        try:
+            self._filter_media()
+            if self._media_threads is not None:
+                self._media_threads.look()
+        except OSError as err:
+            logger.error("a call is ended, for its audio cannot be looked after: %s", err)
+            self.hang_up(leg)
+
     async def _look_after_media(self) -> None:
         while self._media_threads is not None:
             if self._calls:
-                self._media_threads.look()
+                with contextlib.suppress(OSError):  # no descriptor is free
+                    self._media_threads.look()
             await asyncio.sleep(LOOK_S)
 
     async def _answer(self, leg: int, call: Call) -> None:
@@ -448,10 +459,7 @@ def _password(path: Path) -> str:
 
 
 def _check_certificates(config: SipConfig) -> None:
-    """The stack says nothing of authorities that it cannot read, and little of a certificate.
-
-    Raises `ValueError`.
-    """
+    """The stack says little of what it cannot read. Raises `ValueError`."""
     name, path = "tls_ca", config.tls_ca
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

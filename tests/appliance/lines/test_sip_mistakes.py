@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import resource
 import socket
 import sqlite3
 from ipaddress import IPv4Network
@@ -24,7 +25,7 @@ from appliance.lines.sip_hook import ProgramHook
 from appliance.lines.sip_recorder import stored
 from appliance.lines.sip_records import LOST, Records, read
 from appliance.lines.sip_stack import StackError
-from tests.appliance.lines.test_sip import line
+from tests.appliance.lines.test_sip import line, speech
 from tests.appliance.lines.test_sip_health import OPTIONS
 from tests.appliance.lines.test_sip_records import row
 from tests.fakes_line import FakeBox
@@ -297,11 +298,47 @@ def test_headers_in_their_short_form_without_a_port_and_of_any_length_are_unders
     assert len(rows[2].figures) < 2_500
 
 
+@pytest.mark.slow
+def test_a_line_without_a_free_descriptor_lets_nobody_in_unfiltered_and_recovers(
+    tmp_path: Path,
+) -> None:
+    with (
+        FakeBox(tmp_path) as box,
+        line(tmp_path, box.path, f'allow = ["{HOST}/32"]') as running,
+        Phone("bot", running.port) as first,
+        Phone("bot", running.port) as phone,
+    ):
+        first.dial()
+        first.talk(speech(0.5))  # with all that is opened at a process's first call
+        phone.sequence = 1
+        phone.send(phone.request("INVITE", phone.sdp()))
+        phone.to_tag = _tag(phone.answer("INVITE")[1])
+        worker = running.worker()
+        most, hard = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+        resource.prlimit(worker, resource.RLIMIT_NOFILE, (4, hard))
+        phone.send(phone.request("ACK"))
+        heard = phone.listen(1.0)
+        resource.prlimit(worker, resource.RLIMIT_NOFILE, (most, hard))
+        assert [said.partition(" ")[0] for said in heard] == ["BYE"]
+        assert first.talk(speech(0.5)).arrived_s.size > 15
+        assert first.hang_up() == 200
+        first.to_tag, first.call_id = "", "again@test"
+        first.dial()
+        assert first.talk(speech(0.5)).arrived_s.size > 15
+        assert first.hang_up() == 200
+    log = running.log.read_text()
+    assert log.count("a call is ended, for its audio cannot be looked after") == 1
+    assert "Traceback" not in log
+
+
 def _call(phone: Phone) -> None:
     """To the end of one whose INVITE has been sent."""
-    _, text = phone.answer("INVITE")
-    found = re.search(r"^(?:To|t):.*;tag=([^;\r]+)", text, re.M)
-    assert found is not None
-    phone.to_tag = found[1]
+    phone.to_tag = _tag(phone.answer("INVITE")[1])
     phone.send(phone.request("ACK"))
     assert phone.hang_up() == 200
+
+
+def _tag(text: str) -> str:
+    found = re.search(r"^(?:To|t):.*;tag=([^;\r]+)", text, re.M)
+    assert found is not None
+    return found[1]
