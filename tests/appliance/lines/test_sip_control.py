@@ -145,7 +145,11 @@ def test_each_account_has_its_persona_and_voice_and_its_longest_call(
 def test_a_caller_of_whom_nothing_comes_is_told_of_while_the_call_is_on(running: Line) -> None:
     with Phone("bot", running.port) as phone:
         phone.dial()
-        row = running.rows()[-1]
+        until = now_s() + 8
+        while not (rows := running.rows()) or rows[-1].ended:  # it is written by and by
+            assert now_s() < until
+            sleep(0.05)
+        row = rows[-1]
         events(running, row, "unheard")
         assert not running.rows()[-1].ended
         phone.talk(speech(0.3))
