@@ -9,6 +9,7 @@ import contextlib
 import select
 import socket
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +83,26 @@ class FakeSession:
         return {
             outcome: [r.frame_index for r in self.receipts if r.outcome == outcome]
             for outcome in Outcome
+        }
+
+    def unaccounted(self) -> dict[int, int]:
+        """Frames that have not one receipt each, and how many they have; empty if all is well.
+
+        A frame that this busy machine made too late has two, silence and then itself; one it would
+        have made, had its caller not gone before, has that of the silence in its place.
+        """
+        filled = set(self.outcomes()[Outcome.FILLED])
+        fates = dict.fromkeys(range(self.frame_index), 0) | Counter(
+            receipt.frame_index for receipt in self.receipts
+        )
+        for index in filled & set(self.outcomes()[Outcome.DISCARDED]):
+            fates[index] -= 1
+        index = self.frame_index
+        while index in filled:
+            fates[index] -= 1
+            index += 1
+        return {
+            index: times for index, times in fates.items() if times != (index < self.frame_index)
         }
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -168,8 +167,9 @@ def test_lost_and_late_frames_are_accounted_for(tmp_path: Path) -> None:
     assert figures.discarded == len(outcomes[Outcome.DISCARDED])
     reply, _ = soundfile.read(tmp_path / "01-in.reply.wav", dtype="int16")
     assert reply.size == frames * SAMPLES
-    assert (reply[3 * SAMPLES : 4 * SAMPLES] == 0).all()
-    assert (reply[4 * SAMPLES : 5 * SAMPLES] != 0).any()
+    spoken = [bool(frame.any()) for frame in reply.reshape(-1, SAMPLES)]
+    assert not any(spoken[k] for k in outcomes[Outcome.FILLED])
+    assert any(spoken[k] for k in outcomes[Outcome.DELIVERED])
 
 
 @pytest.mark.slow
@@ -180,11 +180,9 @@ def test_a_caller_who_vanishes_leaves_receipts_for_everything(tmp_path: Path) ->
     assert [leave.why for leave in box.leaves] == ["hung up"]
     assert session.gone == "left"
     outcomes = session.outcomes()
-    # What a busy machine brought too late has two: FILLED, and DISCARDED when it came.
-    again = set(outcomes[Outcome.FILLED]) & set(outcomes[Outcome.DISCARDED])
-    fates = Counter(receipt.frame_index for receipt in session.receipts)
-    assert fates == {k: 1 + (k in again) for k in range(session.frame_index)}
-    assert outcomes[Outcome.DISCARDED]
+    assert session.unaccounted() == {}
+    # Of what was in hand, or of what would have been, had this machine had time to make it.
+    assert outcomes[Outcome.DISCARDED] or outcomes[Outcome.FILLED]
     figures = report(tmp_path, "01-in")
     assert figures.reply_samples == figures.frames_heard * SAMPLES
 
@@ -247,8 +245,9 @@ def test_trouble_with_the_box_is_said_in_words(
         assert place(tmp_path, box, 30 * SAMPLES) == 1
     assert complaint in capsys.readouterr().err.splitlines()
     if trouble.refuse is None:
-        assert soundfile.info(tmp_path / "01-in.reply.wav").frames >= 2 * SAMPLES
-        assert report(tmp_path, "01-in").ended in complaint
+        figures = report(tmp_path, "01-in")
+        assert recorded(tmp_path / "01-in.reply.wav") == figures.frames_heard * SAMPLES
+        assert figures.ended in complaint
 
 
 def test_no_box_is_said_before_anything_is_written(
