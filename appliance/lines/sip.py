@@ -165,7 +165,7 @@ async def _serve(
     from appliance.lines.sip_health import Health
     from appliance.lines.sip_hook import ProgramHook
     from appliance.lines.sip_recorder import RecorderError
-    from appliance.lines.sip_records import LOST, Records
+    from appliance.lines.sip_records import Records
     from appliance.lines.sip_server import SipServer
     from appliance.lines.sip_stack import StackError
 
@@ -180,8 +180,6 @@ async def _serve(
     hook = None if config.hook is None else ProgramHook(config.hook, MonotonicClock())
     try:
         records = Records(config.records)
-        if records.lost:
-            logger.warning("%d calls were on when %s", records.lost, LOST)
         server = SipServer(
             config,
             socket,

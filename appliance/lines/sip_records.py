@@ -15,7 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 from urllib.parse import unquote
 
 import msgspec
@@ -165,6 +165,13 @@ def row_at_end(row: Row, call: PhoneCall, now_ns: int) -> Row:
     )
 
 
+class _Lost(NamedTuple):
+    """Calls that ended with the process before this one; see `Records.end_lost`."""
+
+    line: str
+    run: str
+
+
 class Records:
     """The table at one path. `write` may be called from one thread; nothing waits for the disk."""
 
@@ -178,39 +185,33 @@ class Records:
         """
         self._path = path
         self._patience_s, self._again_s = patience_s, again_s
-        self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._is_marked = False
-        """The calls of the process before this one that were still on have been ended."""
+        self._queue: queue.SimpleQueue[Row | _Lost | None] = queue.SimpleQueue()
         self.failures = 0
         """Rows that were never written."""
-        self.lost = 0
-        """Calls that were on when the process before this one ended."""
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._begin()
+            with _open(path, patience_s):
+                pass
         except sqlite3.DatabaseError as err:
-            if _is_locked(err):
+            if err.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 logger.warning("%s: %s; calls are written down once it is free", path, err)
             elif err.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
                 aside = path.with_suffix(f".broken-{wall_stamp()}{path.suffix}")
                 path.rename(aside)
                 logger.warning("%s: %s; it was moved to %s and begun anew", path, err, aside)
-                self._begin()
+                with _open(path, patience_s):
+                    pass
             else:
                 raise
         self._thread = threading.Thread(target=self._run, name="sip-records", daemon=True)
         self._thread.start()
 
-    def _begin(self) -> None:
-        with _open(self._path, self._patience_s) as table:
-            self._mark_lost(table)
-            table.commit()
-        self._is_marked = True
+    def end_lost(self, line: str, run: str) -> None:
+        """Calls of ``line`` that seem to be on are not, unless their ids begin with ``run``.
 
-    def _mark_lost(self, table: sqlite3.Connection) -> None:
-        """Before any row of ours."""
-        ended = "UPDATE calls SET ended = ?, why = ? WHERE ended = ''"
-        self.lost = table.execute(ended, (wall_stamp(), LOST)).rowcount
+        To be said once nobody else can be that line: another one may write to the same table.
+        """
+        self._queue.put(_Lost(line, run))
 
     def write(self, row: Row) -> None:
         """Add a call, or what has become of it."""
@@ -223,36 +224,41 @@ class Records:
 
     def _run(self) -> None:
         rows: list[Row] = []
+        lost: list[_Lost] = []
         written, last = 0, False
         while not last:
             with contextlib.suppress(queue.Empty):
-                row = self._queue.get(timeout=self._again_s if rows else None)
-                while row is not None:
-                    rows.append(row)
+                item = self._queue.get(timeout=self._again_s if rows or lost else None)
+                while item is not None:
+                    if isinstance(item, Row):
+                        rows.append(item)
+                    else:
+                        lost.append(item)
                     if len(rows) >= AT_ONCE:
                         break
-                    row = self._queue.get_nowait()
-                last = row is None
-            if not rows:
+                    item = self._queue.get_nowait()
+                last = item is None
+            if not rows and not lost:
                 continue
             try:
                 with _open(self._path, self._patience_s) as table:
-                    if not self._is_marked:
-                        self._mark_lost(table)
+                    ended = sum(_end_lost(table, one) for one in lost)
                     _insert(table, rows)
                     written += len(rows)
                     if written >= 1000:
                         written = 0
                         _trim(table)
                     table.commit()
-                self._is_marked = True
-                rows = []
+                rows, lost = [], []
             except (OSError, sqlite3.Error) as err:
                 logger.warning(
                     "%s: %d rows could not be written so far: %s", self._path, len(rows), err
                 )
                 self.failures += len(rows[:-MOST_KEPT])
                 rows = rows[-MOST_KEPT:]
+                continue
+            if ended:
+                logger.warning("%d calls were on when %s", ended, LOST)
         self.failures += len(rows)
 
 
@@ -318,8 +324,12 @@ def _open(path: Path, patience_s: float = PATIENCE_S) -> Iterator[sqlite3.Connec
         table.close()
 
 
-def _is_locked(err: sqlite3.DatabaseError) -> bool:
-    return err.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+def _end_lost(table: sqlite3.Connection, lost: _Lost) -> int:
+    """How many there were."""
+    return table.execute(
+        "UPDATE calls SET ended = ?, why = ? WHERE ended = '' AND line = ? AND id NOT LIKE ?",
+        (wall_stamp(), LOST, lost.line, f"{lost.run}-%"),
+    ).rowcount
 
 
 def _kind(name: str) -> str:

@@ -137,6 +137,7 @@ class SipServer:
         """Take calls until `stop` has been called and the last one is over; why it ended if not."""
         self._loop = asyncio.get_running_loop()
         await self._stack.start(self._hear)
+        self._records.end_lost(self._line, self._run_id)
         logger.info("taking calls at %s for %s", self._config.listen, ", ".join(self._accounts))
         watching = asyncio.create_task(self._watch())
         try:

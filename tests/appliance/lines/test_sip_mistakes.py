@@ -9,6 +9,8 @@ import re
 import resource
 import socket
 import sqlite3
+import subprocess
+import sys
 from ipaddress import IPv4Network
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import msgspec
 import pytest
 
 from appliance.clock import MonotonicClock
-from appliance.config import ConfigError, parse
+from appliance.config import EXIT_CONFIG, ConfigError, parse
 from appliance.lines import sip
 from appliance.lines.sip_baresip import BaresipStack
 from appliance.lines.sip_config import SipAccount, SipConfig
@@ -25,7 +27,7 @@ from appliance.lines.sip_hook import ProgramHook
 from appliance.lines.sip_recorder import stored
 from appliance.lines.sip_records import LOST, Records, read
 from appliance.lines.sip_stack import StackError
-from tests.appliance.lines.test_sip import line, speech
+from tests.appliance.lines.test_sip import ROOT, line, speech
 from tests.appliance.lines.test_sip_health import OPTIONS
 from tests.appliance.lines.test_sip_records import row
 from tests.fakes_line import FakeBox
@@ -173,6 +175,7 @@ def test_rows_wait_while_somebody_else_has_the_table(tmp_path: Path) -> None:
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     records = Records(path, patience_s=0.01, again_s=0.05)
+    records.end_lost("sip", "s")
     records.write(row(2))
     sleep(0.3)
     other.execute("COMMIT")
@@ -181,6 +184,38 @@ def test_rows_wait_while_somebody_else_has_the_table(tmp_path: Path) -> None:
     records.close()
     assert records.failures == 0
     assert [(one.id, one.why) for one in read(path)] == [("r-1", LOST), ("r-2", ""), ("r-3", "")]
+
+
+def test_calls_of_another_line_and_of_this_process_are_not_taken_for_lost(tmp_path: Path) -> None:
+    """docs/telephone.md has several lines write to one table."""
+    path = tmp_path / "sip.sqlite"
+    records = Records(path)
+    for number, line_ in enumerate(("sip", "audiosocket")):
+        records.write(row(number, line=line_))
+    records.close()
+    records = Records(path)
+    records.write(row(2, id="this-2"))
+    records.end_lost("sip", "this")
+    records.close()
+    assert [(one.id, one.why) for one in read(path)] == [("r-0", LOST), ("r-1", ""), ("this-2", "")]
+
+
+@pytest.mark.slow
+def test_a_second_line_that_cannot_start_ends_no_call_of_the_first(tmp_path: Path) -> None:
+    with FakeBox(tmp_path) as box, line(tmp_path, box.path) as running:
+        with Phone("bot", running.port) as phone:
+            phone.dial()
+            config = tmp_path / "second.toml"
+            text = (tmp_path / "box.toml").read_text()
+            config.write_text(re.sub("(?m)^health = .*$", "", text))
+            command = [sys.executable, "-m", "duplexbox", "appliance", "sip", "--config"]
+            second = subprocess.run(
+                [*command, str(config)], cwd=ROOT, capture_output=True, check=False
+            )
+            assert second.returncode == EXIT_CONFIG
+            assert [one.ended for one in running.rows()] == [""]
+            phone.hang_up()
+        running.wait("call 1 over")
 
 
 @pytest.mark.parametrize(
