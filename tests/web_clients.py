@@ -76,6 +76,8 @@ class Heard:
     text: str = ""
     close_code: int | None = None
     handshake_ms: float = 0.0
+    began_ms: float = 0.0
+    """When the first of what it said was recorded."""
 
     @property
     def audio(self) -> NDArray[np.float32]:
@@ -130,7 +132,7 @@ async def call(
             await asyncio.wait({waiting, listener}, return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
         writer = sphn.OpusStreamWriter(RATE_HZ)
-        start_ms = now_ms()
+        start_ms = heard.began_ms = now_ms()
         for index, at in enumerate(range(0, speech.size - block + 1, block), 1):
             due_ms = start_ms + index * block * 1000 / RATE_HZ
             await asyncio.sleep(max(0.0, due_ms - now_ms()) / 1000)
