@@ -169,7 +169,10 @@ def measure(args: argparse.Namespace) -> tuple[list[float], int, list[Row]]:
 
 
 def parts_ms(figures: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Where the time goes: median, and 99th percentile of the worst call."""
+    """Where the time goes, as far as the line knows: median, and 99th percentile of the worst call.
+
+    What it cannot see, the stack's jitter buffer and its way to us, is the rest.
+    """
 
     def part(of: str) -> tuple[float, float]:
         had = [one[of] for one in figures if one[of]]
@@ -180,7 +183,6 @@ def parts_ms(figures: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
 
     return {
         "the telephone collects a packet": always(PACKET_MS),
-        "the stack's jitter buffer, and looking for audio": (25.0, 30.0),
         "arrival to tick: the receive buffer, lead": part("arrived_to_tick"),
         "the frame itself": always(float(PERIOD_MS)),
         "the tick": part("tick_to_made"),
@@ -213,8 +215,8 @@ def main() -> int:
     parts = parts_ms(figures)
     for what, (middle, late) in parts.items():
         say(f"  {what:<54} {middle:6.1f} {late:8.1f}\n")
-    total = sum(middle for middle, _ in parts.values())
-    say(f"  {'sum of these medians':<54} {total:6.1f}\n")
+    rest = p50 - sum(middle for middle, _ in parts.values())
+    say(f"  {'the rest: the jitter buffer, and looking for audio':<54} {rest:6.1f}\n")
     counts = {what: sum(one[what] for one in figures) for what in TROUBLES}
     say(f"  frames: {', '.join(f'{what} {count}' for what, count in counts.items())}\n")
     return 0 if p99 <= GOAL_MS and not lost else 1

@@ -1,6 +1,8 @@
 """Speech to the model and back, by Debian's baresip and over bad networks. `make test-lines`."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from tests.appliance.lines.test_sip import line, speech, ticks
 from tests.sip_debian import baresip
 from tests.sip_peer import Network, Phone
 from tests.sip_rig import HearingBox, print_figures, snr_db
+from tests.small import ROOT
 
 pytestmark = [pytest.mark.peers, pytest.mark.clock]
 
@@ -96,3 +99,12 @@ def delays_ms(
         lag = int(np.argmax(likeness))
         found.append(1000 * lag / rate_hz + start / rate_hz * skew_ppm / 1000)
     return np.array(found)
+
+
+def test_from_mouth_to_ear_takes_no_longer_than_it_may() -> None:
+    """300 ms at p99 beyond the model's frame, no click lost: the benchmark exits with 1 else."""
+    words = [sys.executable, "-m", "bench.sip_mouth_to_ear", "--seconds", "40"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    sys.stderr.write(f"\n{done.stdout}")  # `-s` shows it
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the rest" in done.stdout
