@@ -52,6 +52,8 @@ class Reason(enum.Enum):
     """The engine is still warming up."""
     FAULT = "fault"
     """The request itself cannot be met, or the box failed to prepare the session."""
+    OPERATOR = "operator"
+    """An operator ended the call before its persona was fed."""
 
 
 class Policy(enum.Enum):

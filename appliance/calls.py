@@ -2,7 +2,7 @@
 
 Shared memory, the head of the ledger's file, the tick thread's seat and the answer to the line are
 made together by `prepare`, before anybody hears of the session. Decides nothing: who may come in is
-`admission`'s business, what is said to whom `switchboard`'s.
+`admission`'s business, how its end is told `endings`'s.
 """
 
 import os
@@ -18,19 +18,10 @@ from appliance.ledger import Header, Why
 from appliance.line_sockets import Connection
 from appliance.priming import Job
 from appliance.seat import Seat
-from appliance.session import Event, Session, State
+from appliance.session import Session, State
 from appliance.side_models import SideModels
 from appliance.tap import Tap
 from engines.bundle import Bundle
-
-ENDED: dict[Event, Why] = {
-    Event.LAST_FRAME: Why.FINISHED,
-    Event.LEAVE: Why.LEFT,
-    Event.FAULT: Why.FAULT,
-    Event.LOST: Why.LOST,
-    Event.TIMEOUT: Why.TIMEOUT,
-    Event.SHED: Why.SHED,
-}
 
 UNDER_WAY = (State.PRIMING, State.ADMITTED, State.LIVE, State.RESETTING)
 """What a box that stops must end."""
@@ -60,6 +51,10 @@ class Call:
     """It did so before it was answered."""
     stopped: bool = False
     """The box ended the call, not the line."""
+    ended_by: str = ""
+    """Who ends it and why, in words; empty: no operator does."""
+    ended_for: tuple[Connection, int] | None = None
+    """Which operator, with which request, if that has not been answered."""
     settle_until_ns: int = 0
     reset_for: tuple[Connection, int] | None = None
     """Who asked to have it reset, with which request, and has not been answered."""

@@ -108,6 +108,20 @@ def _add_verbs_of_a_running_box(verbs: Verbs) -> None:
     transfer.add_argument("--socket", type=Path, required=True, help="of the box")
     transfer.set_defaults(run=run_transfer)
 
+    hang_up = verbs.add_parser("hangup", help="end a call, whatever its line does")
+    hang_up.add_argument("--socket", type=Path, required=True, help="of the box")
+    hang_up.add_argument(
+        "--session",
+        type=int,
+        required=True,
+        metavar="N",
+        help="the call's number, as the box's log has it",
+    )
+    hang_up.add_argument(
+        "--why", default="", metavar="TEXT", help="for records, logs and whoever is on a web page"
+    )
+    hang_up.set_defaults(run=run_hang_up)
+
 
 def _add_certify(verbs: Verbs) -> None:
     certify = verbs.add_parser("certify", help="how many sessions hold on this machine, proven")
@@ -296,6 +310,22 @@ def run_transfer(args: argparse.Namespace) -> int:
     if isinstance(answer, control.Refused) or not answer.is_done:
         return _fail(args, f"session {args.call} stays: {answer.detail}", 1)
     print(f"session {args.call}: {answer.detail}")
+    return 0
+
+
+def run_hang_up(args: argparse.Namespace) -> int:
+    from appliance import control, endings, status
+
+    why = endings.printable(args.why)
+    if len(why) > control.LONGEST_WHY:
+        return _fail(args, f"--why has {len(why)} characters: at most {control.LONGEST_WHY}", 2)
+    try:
+        answer = status.hang_up(args.socket, args.session, why)
+    except (control.BoxGone, control.ControlError) as err:
+        return _fail(args, err, 1)
+    if isinstance(answer, control.Refused):
+        return _fail(args, answer.detail, 1)
+    print(f"session {answer.session} is ended; {answer.due} frames of it were due")
     return 0
 
 

@@ -3,8 +3,8 @@
 One Unix SOCK_SEQPACKET socket; one datagram is one message, msgpack with its type in the field
 `type`. Audio never travels here, only who comes, who goes and where the shared memory lies.
 
-    line -> box    Join  Withdraw  Leave  Status  Reset
-    box -> line    Welcome (first)  Admitted | Refused  Gone  Report  WasReset
+    line -> box    Join  Withdraw  Leave  Status  Reset  HangUp
+    box -> line    Welcome (first)  Admitted | Refused  Gone  Report  WasReset  HungUp
     both           Transfer  Transferred: passed on from whoever asks, and back
 
 A line may carry many calls over one socket. The socket closing means that the line is lost, and
@@ -24,7 +24,7 @@ from appliance.admission import Reason
 from appliance.box_view import BoxView
 from engines.bundle import Bundle
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when an older line would misunderstand the box."""
 
 LIMIT_BYTES = 65_536
@@ -41,6 +41,8 @@ LONGEST_VOICE = 64
 """Characters of a name."""
 LONGEST_TARGET = 200
 """Characters of an address to which somebody is transferred."""
+OPERATOR = Reason.OPERATOR.value
+"""Of `Gone`: an operator ended the session; a line then sends its caller on to nobody."""
 LONGEST_WHY = 200
 """Characters of a reason: a line that sends more is cut off, so it cuts what it was told itself."""
 
@@ -99,6 +101,19 @@ class Reset(_Message, frozen=True):
 
     request: int
     session: int
+
+
+class HangUp(_Message, frozen=True):
+    """Have a session ended, whatever its line does; anybody's.
+
+    Answered by `HungUp` once no tick steps it any more, or by `Refused`. Its line hears `Gone`, or
+    `Refused` if its `Join` has not been answered yet, with the reason "operator".
+    """
+
+    request: int
+    session: int
+    why: Annotated[str, Meta(max_length=LONGEST_WHY)] = ""
+    """In the operator's words; for the line, its records and its caller."""
 
 
 class Transfer(_Message, frozen=True):
@@ -191,15 +206,32 @@ class Refused(_Message, frozen=True):
     reason: Reason
     detail: str
 
+    @property
+    def words(self) -> str:
+        """For whoever asked to be let in: an operator who ended that refused nobody."""
+        is_ended = self.reason is Reason.OPERATOR
+        return self.detail if is_ended else f"refused ({self.reason.value}): {self.detail}"
+
 
 class Gone(_Message, frozen=True):
     """The session is over and its channel will be unlinked; nothing more will come of it.
 
-    why: finished, left, timeout, fault, lost, stopped or shed.
+    why: finished, left, timeout, fault, lost, stopped, shed or operator.
     """
 
     session: int
     why: str
+    detail: str = ""
+    """The same as a sentence, where there is more to say; empty: there is not."""
+
+
+class HungUp(_Message, frozen=True):
+    """To whoever asked: the session is stepped no more, and its line is being told."""
+
+    request: int
+    session: int
+    due: int
+    """Frames of it that were due."""
 
 
 class WasReset(_Message, frozen=True):
@@ -299,6 +331,8 @@ class Report(_Message, frozen=True):
     """Ledger records given up because the disk refused them for too long."""
     sessions_reset: int = 0
     """Times a session's state was made to begin anew since the start."""
+    sessions_hung_up: int = 0
+    """Sessions that an operator ended since the start."""
     lines_hung: int = 0
     """Sessions ended since the start because their line read nothing for [clock] hung_line_s."""
     personas: PersonaReport | None = None
@@ -312,8 +346,8 @@ class Report(_Message, frozen=True):
     """Each session, if that was asked for."""
 
 
-ToBox = Join | Withdraw | Leave | Status | Reset | Transfer | Transferred
-FromBox = Welcome | Admitted | Refused | Gone | Report | WasReset | Transfer | Transferred
+ToBox = Join | Withdraw | Leave | Status | Reset | HangUp | Transfer | Transferred
+FromBox = Welcome | Admitted | Refused | Gone | Report | WasReset | HungUp | Transfer | Transferred
 
 _to_box = msgspec.msgpack.Decoder(ToBox)
 _from_box = msgspec.msgpack.Decoder(FromBox)

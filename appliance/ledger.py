@@ -113,6 +113,8 @@ class Why(enum.IntEnum):
     """The box was stopped."""
     SHED = 7
     """The box was late and sent its newest session away, so that the others keep time."""
+    OPERATOR = 8
+    """An operator ended the call."""
 
 
 def _layout(fields: dict[str, tuple[str, int]]) -> np.dtype[np.void]:

@@ -29,6 +29,7 @@ class Counted:
     refusals: dict[str, int]
     shed: int
     reset: int
+    hung_up: int
 
 
 class Reporter:
@@ -82,6 +83,7 @@ class Reporter:
             disk_errors=ledger.write_errors,
             records_dropped=ledger.records_dropped,
             sessions_reset=counted.reset,
+            sessions_hung_up=counted.hung_up,
             lines_hung=counts.hung,
             personas=self._reception.report(),
             memory=self._memory(),

@@ -1,4 +1,4 @@
-"""What an operator asks of a running box: how it is, and to reset or to transfer a call."""
+"""What an operator asks of a running box: how it is, and to reset, transfer or end a call."""
 
 from pathlib import Path
 
@@ -6,6 +6,8 @@ from appliance.control import (
     BoxGone,
     ControlClient,
     FromBox,
+    HangUp,
+    HungUp,
     Refused,
     Report,
     Reset,
@@ -46,6 +48,14 @@ def transfer(socket: Path, session: int, target: str) -> Transferred | Refused:
         raise BoxGone(
             f"nobody said within {TRANSFERRED_S:g} s what became of it; see the line's log"
         )
+    return message
+
+
+def hang_up(socket: Path, session: int, why: str) -> HungUp | Refused:
+    """Have ``session`` ended. Raises `BoxGone` or `ControlError`."""
+    message = _ask(socket, HangUp(1, session, why), ANSWER_S)
+    if not isinstance(message, HungUp | Refused):
+        raise BoxGone(f"the box at {socket} did not answer within {ANSWER_S:g} s; see its log")
     return message
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from appliance import control
+from appliance import control, endings
 from appliance.admission import Reason, Refusal, admit
-from appliance.calls import ENDED, UNDER_WAY, Call, prepare
+from appliance.calls import UNDER_WAY, Call, prepare
 from appliance.clock import NS_PER_S, Clock
 from appliance.config import AdmissionConfig, ClockConfig
 from appliance.foresight import Foresight
@@ -82,6 +82,7 @@ class Switchboard:
         self.calls_ended = 0
         self.sessions_shed = 0
         self.sessions_reset = 0
+        self.sessions_hung_up = 0
         self.refusals: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self._bundle = bundle
         self._loop = loop
@@ -207,6 +208,8 @@ class Switchboard:
                 self._leave(connection, message)
             case control.Reset():
                 self._reset(connection, message)
+            case control.HangUp():
+                self._hang_up(connection, message)
             case control.Transfer():
                 call = self._calls.get(SessionId(message.session))
                 self._tell(self._transfers.ask(connection, message, call))
@@ -222,6 +225,15 @@ class Switchboard:
         if not call.leaving:  # the tick thread must not read through a flood of goodbyes
             call.leaving = True
             self._depart(call, Event.LEAVE)
+
+    def _hang_up(self, connection: Connection, message: control.HangUp) -> None:
+        call = self._calls.get(SessionId(message.session))
+        found = endings.hang_up(connection, message, call)
+        if isinstance(found, control.Refused):
+            self._send(connection, found)
+        else:
+            logger.info("session %d is to end: %s", message.session, found.ended_by)
+            self._depart(found, Event.LEAVE)
 
     def _send(self, connection: Connection, message: control.FromBox) -> None:
         self._lines.send(connection, control.encode(message), self._clock.now_ns())
@@ -397,19 +409,15 @@ class Switchboard:
             logger.info("session %d live: slot=%d tick=%d", news.session, news.slot, news.tick)
             return
         self._leases.give_back(news.session)
-        if call.reset_for is not None:
-            (asker, request), call.reset_for = call.reset_for, None
-            detail = f"session {news.session} ended before it could be reset"
-            if asker.is_open:
-                self._send(asker, control.Refused(request, Reason.FAULT, detail))
         call.due = news.due
-        call.why = ENDED[news.event]
-        if call.stopped and call.why is Why.LEFT:
-            call.why = Why.STOPPED
+        call.why = endings.why(call, news.event)
         state = call.session.on(news.event)
         if call.connection is None and state is State.DRAINING:
             call.why = Why.LOST
             state = call.session.on(Event.LOST)
+        self.sessions_hung_up += call.why is Why.OPERATOR
+        for told in endings.waiting(call):
+            self._tell(told)
         if state is State.DRAINING:
             call.settle_until_ns = self._clock.now_ns() + self._policy.settle_s * NS_PER_S
             self._ledger.settle(news.session, call.due, call.why)
@@ -424,8 +432,9 @@ class Switchboard:
                 self._depart(call, Event.TIMEOUT)
             if call.session.state is State.DRAINING and now_ns > call.settle_until_ns:
                 call.session.on(Event.TIMEOUT)
-                call.why = Why.TIMEOUT
-                self._ledger.finish(session, call.due, Why.TIMEOUT)
+                if call.why is not Why.OPERATOR:
+                    call.why = Why.TIMEOUT
+                self._ledger.finish(session, call.due, call.why)
 
     def _forget(self, session: SessionId) -> None:
         """The file is closed, the channel is nobody's any more."""
@@ -445,17 +454,11 @@ class Switchboard:
         if call.connection is None:
             return
         call.connection.sessions.discard(session)
-        if call.answer is None:
-            self._send(call.connection, control.Gone(session, why))
-        elif call.withdrawn:  # nobody was refused
-            why = "its line took it back"
-            refused = control.Refused(call.answer.request, Reason.FAULT, why)
-            self._send(call.connection, refused)
-        elif call.why is Why.TIMEOUT:  # its line never heard of the session, only of the request
-            self._refuse(call.connection, call.answer.request, self._reception.overdue())
+        word = endings.last_word(call, self._reception.overdue)
+        if isinstance(word, Refusal):
+            self._refuse(call.connection, call.wish.request, word)
         else:
-            stopping = Refusal(Reason.DRAINING, "the box stopped before the persona was fed")
-            self._refuse(call.connection, call.answer.request, stopping)
+            self._send(call.connection, word)
 
     # --- the box itself
 
@@ -492,5 +495,6 @@ class Switchboard:
             refusals={reason.value: count for reason, count in self.refusals.items() if count},
             shed=self.sessions_shed,
             reset=self.sessions_reset,
+            hung_up=self.sessions_hung_up,
         )
         return self._reporter.report(asked, counted)

@@ -257,7 +257,7 @@ class Call:
     def refused(self, message: control.Refused, now_ns: int) -> None:
         if self._withdrawn:
             self.end(now_ns, "hung up before it was answered")
-        self.end(now_ns, f"refused ({message.reason.value}): {message.detail}")
+        self.end(now_ns, message.words)
 
     def was_reset(self, message: control.WasReset) -> None:
         """The model has begun anew; the call goes on."""
@@ -271,7 +271,7 @@ class Call:
         self._ended = message.why
         wanted = {State.LISTENING: "finished", State.LEAVING: "left"}.get(self.state)
         # "left" is our own wish; of a missing channel the box then knows nothing.
-        ended_it = f"the box ended it: {message.why}"
+        ended_it = message.detail or f"the box ended it: {message.why}"
         self.end(now_ns, self._missing if message.why == wanted else ended_it)
 
     def end(self, now_ns: int, trouble: str = "") -> None:

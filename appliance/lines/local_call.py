@@ -194,7 +194,7 @@ class LocalCall:
         self.state = State.TALKING
 
     def refused(self, message: control.Refused, now_ns: int) -> None:
-        self.end(now_ns, f"refused ({message.reason.value}): {message.detail}")
+        self.end(now_ns, message.words)
 
     def gone(self, message: control.Gone, now_ns: int) -> None:
         """The box has ended the session, because we wanted it to or not."""
@@ -202,7 +202,8 @@ class LocalCall:
         wanted = {State.LISTENING: "finished", State.LEAVING: "left"}.get(self.state)
         if self._is_missing and message.why != wanted:
             self.trouble = ""  # the box's word says more
-        self.end(now_ns, "" if message.why == wanted else f"the box ended the call: {message.why}")
+        ended_it = message.detail or f"the box ended the call: {message.why}"
+        self.end(now_ns, "" if message.why == wanted else ended_it)
 
     def lost(self, why: str, now_ns: int) -> None:
         """The box itself is gone."""

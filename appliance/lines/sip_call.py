@@ -281,28 +281,28 @@ class PhoneCall:
         self.wants.append(Want(Verb.ANSWER))
 
     def refused(self, message: control.Refused, now_ns: int) -> None:
-        self.why = self.why or f"refused ({message.reason.value}): {message.detail}"
+        self.why = self.why or message.words
         self._over(now_ns)
         self._release(now_ns)
 
     def gone(self, message: control.Gone, now_ns: int) -> None:
         """The box has ended the session, because we wanted it to or not."""
-        self._part(f"the box ended it ({message.why})", now_ns)
+        why = message.detail or f"the box ended it ({message.why})"
+        self._part(why, now_ns, is_final=message.why == control.OPERATOR)
 
     def lost(self, why: str, now_ns: int) -> None:
         """The box is gone, and the session with it."""
         self._part(why, now_ns)
 
-    def _part(self, why: str, now_ns: int) -> None:
+    def _part(self, why: str, now_ns: int, is_final: bool = False) -> None:
         """The session is over. A caller who was talking may be somebody else's then."""
-        talked = self.state is State.TALKING
+        may_fall_back = self.state is State.TALKING and self.leg_open and not is_final
+        target = self.account.fallback if may_fall_back else ""
         self.why = self.why or why
         self._over(now_ns)
-        target = self.account.fallback
-        may_fall_back = talked and self.leg_open and bool(target)
-        if may_fall_back and not self.sent_on.ask(target, self.why, self._limits.transfer_to):
+        if target and not self.sent_on.ask(target, self.why, self._limits.transfer_to):
             self.wants.append(Want(Verb.TRANSFER, target))
-        if not self.sent_on.is_under_way:
+        if is_final or not self.sent_on.is_under_way:
             self._release(now_ns)
 
     # --- the clock

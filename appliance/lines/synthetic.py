@@ -211,11 +211,16 @@ class SyntheticCall:
         self._schedule()
 
     def refused(self, message: control.Refused, now_ns: int) -> None:
-        self._refused, self._detail = message.reason.value, message.detail
+        self._detail = message.detail
+        if message.reason.value == control.OPERATOR:
+            self.end(now_ns, control.OPERATOR)
+            return
+        self._refused = message.reason.value
         self.end(now_ns, "refused")
 
     def gone(self, message: control.Gone, now_ns: int) -> None:
         """The box has ended the session, whether or not we wanted it to."""
+        self._detail = message.detail
         self.end(now_ns, message.why)
 
     def lost(self, why: str, now_ns: int) -> None:

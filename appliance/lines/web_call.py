@@ -268,7 +268,7 @@ class WebCall:
         if self._missing and message.why == "left":  # by us; the box knows of no trouble
             self._close(Ending.FAULT, self._missing, now_ns)
         ending = wire.GONE.get(message.why, Ending.FAULT)
-        self._close(ending, f"the box ended the call ({message.why})", now_ns)
+        self._close(ending, message.detail or f"the box ended the call ({message.why})", now_ns)
         self._end(now_ns)
 
     def lost(self, why: str, now_ns: int) -> None:

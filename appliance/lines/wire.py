@@ -77,6 +77,7 @@ REFUSED: dict[Reason, Ending] = {
     Reason.DRAINING: Ending.DRAINING,
     Reason.NOT_READY: Ending.LOADING,
     Reason.FAULT: Ending.FAULT,
+    Reason.OPERATOR: Ending.OVER,
 }
 
 GONE: dict[str, Ending] = {
@@ -87,6 +88,7 @@ GONE: dict[str, Ending] = {
     "lost": Ending.FAULT,
     "stopped": Ending.DRAINING,
     "shed": Ending.FULL,
+    "operator": Ending.OVER,
 }
 """By the box's word in `Gone`."""
 

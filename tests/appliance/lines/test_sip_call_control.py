@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from appliance import control
+from appliance.admission import Reason
 from appliance.clock import NS_PER_MS
 from appliance.frame_ring import Outcome
 from appliance.lines.sip_announce import Announcing
@@ -210,6 +211,45 @@ def test_a_box_that_fails_hands_the_caller_to_somebody(tmp_path: Path, is_done: 
     rig.turn()
     assert rig.call.is_done
     rig.close()
+
+
+OPERATOR = control.Gone(1, control.OPERATOR, "an operator ended it: the hall is closing")
+
+
+@pytest.mark.parametrize("meanwhile", ["talking", "on hold", "being sent on", "announced"])
+def test_an_operator_hangs_up_whatever_the_call_is_doing_and_sends_nobody_on(
+    tmp_path: Path, meanwhile: str
+) -> None:
+    tone = np.zeros(48_000, np.float32)
+    extras = Extras(announcing=Announcing(tone, 24_000)) if meanwhile == "announced" else None
+    rig = Rig(tmp_path, SipAccount(user="bot", fallback="sip:22@p"), extras)
+    rig.answer()
+    rig.run(1)
+    if meanwhile == "on hold":
+        rig.call.held(True, rig.now_ns)
+    elif meanwhile == "being sent on":
+        assert rig.call.transfer("sip:d@p", "operator") == ""
+    rig.run(0.2)
+    rig.wants.clear()
+    rig.call.gone(OPERATOR, rig.now_ns)
+    rig.turn()
+    assert rig.wants == [Want(Verb.HANG_UP)]
+    assert (rig.call.state, rig.call.why) == (State.OVER, OPERATOR.detail)
+    rig.bye()
+    assert rig.call.is_done
+    assert rig.call.why == OPERATOR.detail
+    assert not rig.call.sent_on.is_done
+    assert not [said for said in rig.said if isinstance(said, control.Leave)]
+    rig.close()
+
+
+def test_a_caller_whose_persona_is_fed_is_ended_unanswered_and_was_not_refused(rig: Rig) -> None:
+    rig.turn()
+    refused = control.Refused(1, Reason.OPERATOR, OPERATOR.detail)
+    rig.call.refused(refused, rig.now_ns)
+    rig.turn()
+    assert rig.wants == [Want(Verb.REJECT)]
+    assert rig.call.why == OPERATOR.detail
 
 
 def test_a_call_that_was_ended_on_purpose_falls_back_on_nobody(tmp_path: Path) -> None:

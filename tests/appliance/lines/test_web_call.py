@@ -82,7 +82,10 @@ def test_a_refusal_is_a_message_and_a_close(sim: Sim, reason: Reason) -> None:
     assert sim.call.is_over
     assert sim.call.ending is not None
     ending, detail = sim.call.ending
-    assert sim.heard == [(10, b"\x05" + ending.reason(detail).encode())]
+    # A call that an operator ended is over, and no failure that a client shows as one.
+    failed = ending is not Ending.OVER
+    assert sim.heard == [(10, b"\x05" + ending.reason(detail).encode())] * failed
+    assert (reason is Reason.OPERATOR) is not failed
     assert "4 of 4" in detail
 
 
@@ -98,6 +101,18 @@ def test_the_box_may_end_a_call(sim: Sim, why: str, ending: Ending) -> None:
     assert sim.call.ending is not None
     assert sim.call.ending[0] is ending
     assert sim.heard[-1][1].startswith(b"\x05")
+
+
+def test_an_operator_ends_a_call_as_any_other_end_with_the_words_in_the_close(sim: Sim) -> None:
+    sim.admit()
+    sim.run(1000)
+    said = "an operator ended it: " + "the hall is closing " * 9
+    sim.call.gone(control.Gone(9, control.OPERATOR, said), sim.at_ms * MS)
+    sim.settle_after()
+    assert sim.call.is_over
+    assert sim.call.ending == (Ending.OVER, said)
+    assert (Ending.OVER.code, len(Ending.OVER.reason(said))) == (1000, 123)
+    assert not [kind for kind in sim.kinds() if kind == 5]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from appliance import control
 from appliance.admission import Reason
+from appliance.ledger import Why
 from appliance.lines import wire
 from appliance.lines.wire import Ending, Model, WishError, read_wish
 
@@ -124,8 +125,9 @@ def test_every_refusal_and_every_end_has_its_code() -> None:
     assert codes[Reason.NOT_READY] == 1014
     assert codes[Reason.DRAINING] == 1012
     assert codes[Reason.FAULT] == 1011
-    words = "finished left timeout fault lost stopped shed"  # control.Gone
-    assert set(wire.GONE) == set(words.split())
+    assert codes[Reason.OPERATOR] == 1000
+    assert set(wire.GONE) == {why.name.lower() for why in Why}
+    assert wire.GONE[control.OPERATOR] is Ending.OVER
 
 
 @given(st.text(max_size=300))
