@@ -236,6 +236,66 @@ def test_a_caller_who_leaves_while_its_persona_is_fed_frees_its_slot_at_once(
     talking.stop()
 
 
+def test_an_operator_ends_a_call_whose_persona_is_fed_and_nobody_was_refused(
+    tmp_path: Path, socket: Path
+) -> None:
+    talking = Talking(tmp_path, socket)
+    desk = talking.box.loop.desk
+    assert desk is not None
+    desk.guard_ns = 80_000_000  # a guard as long as the period: it is never done
+    talking.client.send(control.Join(5, "test", "x", {}, "alto", ""))
+    talking.wait_for(lambda: desk.counts.waiting == 1)
+    (session,) = talking.box.switchboard._calls
+    talking.client.send(control.HangUp(9, session, "wrong number"))
+    assert talking.next() == control.HungUp(9, session, 0)
+    said = "an operator ended it: wrong number"
+    assert talking.next() == control.Refused(5, Reason.OPERATOR, said)
+    assert desk.counts.waiting == 0
+    assert sum(talking.box.switchboard.refusals.values()) == 0
+    talking.stop()
+    (call,) = ledger.read_folder(talking.folder / "calls")
+    assert call.end is not None
+    assert call.end["why"] == ledger.Why.OPERATOR
+
+
+def test_an_operator_ends_a_call_that_waits_for_the_disk(
+    tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = slow_disk(monkeypatch)
+    talking = Talking(tmp_path, socket)
+    talking.client.send(control.Join(50, "test", "x", {}, "alto", ""))
+    talking.wait_for(lambda: bool(talking.box.switchboard._calls))
+    (session,) = talking.box.switchboard._calls
+    talking.client.send(control.HangUp(9, session))
+    assert talking.next() == control.HungUp(9, session, 0)
+    assert talking.next() == control.Refused(50, Reason.OPERATOR, "an operator ended it")
+    turns.set()
+    talking.talk(talking.ask("alto"))
+    talking.stop()
+
+
+def test_an_operator_ends_a_call_whose_persona_is_fed_again(talking: Talking) -> None:
+    admitted = talking.ask("alto", "Be kind")
+    assert isinstance(admitted, control.Admitted)
+    channel = Channel.attach(admitted.channel)
+    assert channel.uplink.put(UplinkHeader(0, 0, 1), np.zeros(1920, np.float32))
+    (call,) = talking.box.switchboard._calls.values()
+    talking.wait_for(lambda: call.session.state is State.LIVE)
+    desk = talking.box.loop.desk
+    assert desk is not None
+    desk.guard_ns = 80_000_000
+    talking.client.send(control.Reset(8, admitted.session))
+    talking.client.send(control.HangUp(9, admitted.session, "enough"))
+    reset, hung_up, gone = talking.next(), talking.next(), talking.next()
+    assert isinstance(reset, control.Refused)
+    assert "ended before it could be reset" in reset.detail
+    assert isinstance(hung_up, control.HungUp)
+    assert (hung_up.request, hung_up.session) == (9, admitted.session)
+    said = "an operator ended it: enough"
+    assert gone == control.Gone(admitted.session, "operator", said)
+    channel.close()
+
+
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A disk that reads snapshots while what is returned is set."""
     turns, read = threading.Event(), snapshots.read

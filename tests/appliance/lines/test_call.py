@@ -219,6 +219,19 @@ def test_a_box_that_never_says_gone_is_given_up(desk: MakeDesk) -> None:
     assert box.call.trouble == "the box did not end it within 10 s"
 
 
+def test_an_operators_words_are_what_ended_the_call(desk: MakeDesk) -> None:
+    box = desk(frames=3)
+    box.admit()
+    box.advance(PERIOD_NS)
+    said = "an operator ended it: the hall is closing"
+    box.call.gone(control.Gone(5, control.OPERATOR, said), box.now_ns)
+    assert (box.call.is_over, box.call.trouble, box.call.report().ended) == (True, said, said)
+    primed = desk()
+    primed.advance()
+    primed.call.refused(control.Refused(1, Reason.OPERATOR, said), primed.now_ns)
+    assert (primed.call.is_over, primed.call.trouble) == (True, said)
+
+
 @pytest.mark.parametrize(
     ("why", "trouble"),
     [

@@ -309,6 +309,17 @@ def test_a_refusal_and_a_silent_box_end_the_call_with_a_sentence() -> None:
     assert "did not answer" in call.trouble
 
 
+def test_an_operators_words_are_told_and_nobody_was_refused() -> None:
+    said = "an operator ended it: the hall is closing"
+    call, primed = (LocalCall(Wish("x"), WELCOME, [], 0) for _ in range(2))
+    call.advance(0)
+    call.gone(control.Gone(9, control.OPERATOR, said), 1)
+    primed.advance(0)
+    primed.refused(control.Refused(1, Reason.OPERATOR, said), 1)
+    for ended in (call, primed):
+        assert (ended.is_over, ended.trouble) == (True, said)
+
+
 def test_hanging_up_while_a_persona_is_fed_gives_the_slot_back_at_once() -> None:
     call = LocalCall(Wish("x", persona="You are Ann."), WELCOME, [], 0)
     call.advance(0)

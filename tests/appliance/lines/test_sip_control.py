@@ -16,6 +16,7 @@ import pytest
 import soundfile as sf
 import soxr
 
+from appliance.ledger import Why, read_folder
 from appliance.lines.sip_records import Row
 from appliance.lines.wav import WavWriter
 from tests.appliance.lines.test_sip import ROOT, Line, line, snr_db, speech
@@ -346,6 +347,50 @@ def test_debian_baresip_is_recorded_and_hung_up_on(
     assert heard_hz == 8_000
     assert caller > 25  # on a quiet machine what G.711 leaves, 38, in both
     assert model > 25
+
+
+def test_the_verb_hangs_up_on_callers_of_a_whole_box(tmp_path: Path) -> None:
+    extra = 'transfer_to = ["sip:2*@127.0.0.1:9"]'
+    account = 'fallback = "sip:22@127.0.0.1:9"'
+
+    def operator(verb: str, *words: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "duplexbox", "appliance", verb, "--socket", str(socket)]
+        return subprocess.Popen(
+            [*command, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def hung_up(session: str, phone: Phone) -> None:
+        done = operator("hangup", "--session", session, "--why", "the hall is closing")
+        until = now_s() + 10
+        while not any(text.startswith("BYE ") for text in phone.listen(0.2)):
+            assert now_s() < until
+        out, err = done.communicate(timeout=20)
+        assert (done.returncode, err) == (0, "")
+        assert out.startswith(f"session {session} is ended; ")
+
+    with stub_box(tmp_path, 2) as socket, line(tmp_path, socket, extra, account) as running:
+        with Phone("bot", running.port) as phone:
+            phone.dial()
+            phone.talk(speech(0.5))
+            hung_up("1", phone)
+        talked = last(running)
+        with Phone("bot", running.port) as phone:  # and while somebody else is being called
+            phone.dial()
+            phone.talk(speech(0.5))
+            sent_on = operator("transfer", "2", "sip:21@127.0.0.1:9")
+            assert asked(phone, 10) == "sip:21@127.0.0.1:9"
+            hung_up("2", phone)
+            _, err = sent_on.communicate(timeout=20)
+        sent = last(running)
+        again = operator("hangup", "--session", "2")
+        assert "session 2 is not on" in again.communicate(timeout=20)[1]
+        assert again.returncode == 1
+    assert talked.why == sent.why == "an operator ended it: the hall is closing"
+    assert (talked.transfer_to, sent.transfer_to) == ("", "sip:21@127.0.0.1:9")
+    assert sent.transfer.startswith("the call ended before the peer said")
+    assert "session 2 stays: the session ended before its line said" in err
+    ended = {call.end["why"] for call in read_folder(tmp_path / "calls") if call.end is not None}
+    assert ended == {Why.OPERATOR}
 
 
 @pytest.mark.peers

@@ -142,6 +142,18 @@ def test_a_refused_caller_says_why() -> None:
     assert (found.session, found.sent) == (0, 0)
 
 
+def test_a_caller_whom_an_operator_ends_was_not_refused_and_says_so() -> None:
+    said = "an operator ended it"
+    call, primed = (SyntheticCall(plan(), SPEECH, WELCOME) for _ in range(2))
+    for each in (call, primed):
+        each.advance(0)
+    call.gone(control.Gone(7, control.OPERATOR, said), 1)
+    primed.refused(control.Refused(1, Reason.OPERATOR, said), 1)
+    for each in (call, primed):
+        found = each.report()
+        assert (found.ended, found.refused, found.detail) == ("operator", "", said)
+
+
 def test_a_box_that_never_answers_is_given_up() -> None:
     call = SyntheticCall(plan(), SPEECH, WELCOME)
     call.advance(0)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiohttp import ClientSession, WSServerHandshakeError
+from aiohttp import ClientSession, WSMsgType, WSServerHandshakeError
 from numpy.typing import NDArray
 
+from appliance import cli
 from tests.appliance.test_box import Running, socket_path
 from tests.fakes_line import FakeBox
 from tests.web_clients import Heard, call
@@ -70,6 +71,42 @@ def test_a_client_that_never_speaks_loses_its_lease_and_is_told(box: Running, li
     assert got[0] == b"\x00"
     assert b"timeout" in got[-1]
     calls_over(box)
+
+
+async def close_frame(url: str) -> tuple[int | None, str]:
+    """Connect, say nothing, and wait to be sent away: code and reason of the close frame."""
+    async with ClientSession() as session, session.ws_connect(url, autoclose=False) as ws:
+        while (message := await ws.receive()).type is WSMsgType.BINARY:
+            pass
+        assert message.type is WSMsgType.CLOSE, message
+        return message.data, message.extra or ""
+
+
+def test_an_operator_ends_calls_and_clients_are_told_in_the_close(
+    box: Running, line: Line, speech: NDArray[np.float32]
+) -> None:
+    calls = box.box.switchboard._calls
+
+    def hang_up(session: int) -> int:
+        where = ["--socket", str(box.config.control.socket), "--session", str(session)]
+        return cli.main(["hangup", *where, "--why", "the hall is closing"])
+
+    async def ended() -> tuple[Heard, tuple[int | None, str], list[int]]:
+        talking = asyncio.create_task(call(line.url, speech))
+        await asyncio.to_thread(box.wait_for, lambda: box.box.loop.counts.live == 1)
+        silent = asyncio.create_task(close_frame(line.url))
+        await asyncio.to_thread(box.wait_for, lambda: box.box.switchboard.sessions == 2)
+        codes = [await asyncio.to_thread(hang_up, session) for session in sorted(calls)]
+        return await talking, await silent, codes
+
+    heard, (code, reason), codes = asyncio.run(ended())
+    assert codes == [0, 0]
+    assert heard.close_code == code == 1000
+    assert reason == "over: an operator ended it: the hall is closing"
+    assert 5 not in heard.kinds  # what a client shows as an error
+    assert heard.audio.size < speech.size
+    calls_over(box)
+    assert {s.ended for s in box.summary().sessions} == {"operator"}
 
 
 def test_a_line_that_stops_says_so(
