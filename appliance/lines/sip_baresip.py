@@ -14,26 +14,32 @@ pinned to one (`pyproject.toml`): what is said here was found by running it. Lea
 import asyncio
 import contextlib
 import logging
-import re
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, Literal
 
 import baresip
-from baresip import Account, Call, Config, Runtime, UserAgent
+from baresip import Account, Call, CallState, Config, Runtime, UserAgent
 from baresip._native import lib
 
 from appliance.clock import MonotonicClock
-from appliance.lines import sip_filter, sip_stack
+from appliance.lines import (
+    sip_baresip_words,
+    sip_certificates,
+    sip_filter,
+    sip_headers,
+    sip_stack,
+)
 from appliance.lines.media_threads import MediaThreads
 from appliance.lines.sip_baresip_media import BaresipMedia
 from appliance.lines.sip_config import CODECS, SipAccount, SipConfig, endpoint
 from appliance.lines.sip_login import Login
-from appliance.lines.sip_stack import Event, StackError
+from appliance.lines.sip_stack import Event, NotYet, StackError
+from appliance.log import Seldom
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +52,9 @@ last owes nobody a packet, but the stack's one thread waits for it when a call e
 LOOK_S = 0.25
 """Between two looks whether there are new ones; a call that changes its codec gets some."""
 
-NEVER_CONFIRMED = "the caller never confirmed that the call was answered"
-NO_ANSWER = "the STUN server, or the caller's side, does not answer any more"
-WHY = {
-    "Connection reset by peer": "the caller hung up",
-    "Connection timed out": NEVER_CONFIRMED,
-}
-
 LATER_S = 5
 """Than the line the stack ends a call without packets: it names no reason that an operator would
 know, and forgets how many came."""
-
-_SENT_BY = re.compile(r"\s*SIP\s*/\s*2\.0\s*/\s*\w+\s+(\[[^\]]*\]|[^\s;:,]+)", re.IGNORECASE)
-LONGEST_HOST = 100
 
 NOBODY = IPv4Network("255.255.255.255/32")
 
@@ -84,6 +80,11 @@ class BaresipStack:
         self._media_threads = media_threads
         self._verbose = verbose
         self._runtime = Runtime()
+        # Whose an event is, is said even if there was no room for what it says.
+        deliver, self._agent_of = self._runtime._deliver_stack_event, dict[int, int]()
+        self._runtime._deliver_stack_event = lambda kind, handle, payload: deliver(
+            kind, handle, sip_baresip_words.whose(handle, payload, self._agent_of)
+        )
         # What it calls on its own thread when its sockets are there, before it reads from them.
         self._runtime._ready = _Gate(self._shut)
         self._agents: dict[int, SipAccount] = {}
@@ -104,13 +105,14 @@ class BaresipStack:
         self._clock = MonotonicClock()
         self._dropped = 0
         """Datagrams, as of the end."""
+        self._refused = Seldom(logger, logging.WARNING)
 
     async def start(self, hear: Callable[[Event], None]) -> None:
         self._hear = hear
         config = self._config
         try:
             accounts = [(account, _account(account, config)) for account in config.accounts]
-            _check_certificates(config)
+            sip_certificates.check(config)
         except (OSError, ValueError) as err:
             raise StackError(str(err)) from None
         self._runtime.on_dead = lambda: hear(sip_stack.Dead("its SIP thread has ended"))
@@ -127,6 +129,7 @@ class BaresipStack:
                 agents.append((account, agent))
             self._filter()
             self._do(self._look_after_media())
+            self._do(self._look_after_certificate())
             for account, agent in agents:
                 if account.register:
                     self._do(self._stay_logged_in(account, agent))
@@ -134,7 +137,8 @@ class BaresipStack:
             self._runtime.on_dead = None
             with contextlib.suppress(baresip.BaresipError):
                 await self._runtime.close()
-            raise StackError(
+            failed = NotYet if sip_baresip_words.passes(err) else StackError
+            raise failed(
                 f"the SIP stack does not start: {err}. Is {config.listen} an address of this "
                 f"machine, and free? ss -ulnp 'sport = :{endpoint('listen', config.listen)[1]}'"
             ) from None
@@ -195,19 +199,30 @@ class BaresipStack:
         leg = self._numbers
         self._calls[leg] = call
         self._legs[call.handle] = leg
-        headers = call.headers
-        source = _sent_by(headers.get("Via") or headers.get("v", ""))
+        said = sip_headers.read(call.headers)
         account = self._agents[call._ua_handle]
-        peer, call_id = call.peer or "", call.call_id or ""
-        name = _display_name(headers.get("From") or headers.get("f", ""))
-        called = _address(headers.get("To") or headers.get("t", ""))
-        self._hear(sip_stack.Incoming(leg, account.user, peer, call_id, source, name, called))
+        self._agent_of[call.handle] = call._ua_handle
+        self._hear(
+            sip_stack.Incoming(
+                leg,
+                account.user,
+                call.peer or "",
+                call.call_id or "",
+                said.source,
+                said.name,
+                said.called,
+                said.number,
+                said.diverted,
+            )
+        )
 
     def _on_event(self, event: baresip.StackEvent) -> None:
         leg = self._legs.get(event.call)
         kind = event.event
         if kind in (baresip.Event.REGISTER_OK, baresip.Event.REGISTER_FAIL):
             self._registered(event.ua, kind is baresip.Event.REGISTER_OK, event.text or "")
+        elif kind is baresip.Event.CALL_INCOMING and not event.ua:
+            self._refuse(event.call)
         elif leg is None:
             return
         elif kind is baresip.Event.CALL_ESTABLISHED:
@@ -215,12 +230,12 @@ class BaresipStack:
             self._confirmed.add(leg)
             self._hear(sip_stack.Established(leg))
         elif kind is baresip.Event.CALL_CLOSED:
-            del self._calls[leg], self._legs[event.call]
+            del self._calls[leg], self._legs[event.call], self._agent_of[event.call]
             if event.text == SENT_ON:
                 self._hear(sip_stack.TransferEnded(leg, "answered", is_done=True))
-            why = _why(event.text or "", leg in self._confirmed)
+            why = sip_baresip_words.why(event.text or "", leg in self._confirmed)
             self._confirmed.discard(leg)
-            self._hear(sip_stack.Closed(leg, why, _stats(event.stats)))
+            self._hear(sip_stack.Closed(leg, why, sip_baresip_words.stats(event.stats)))
         elif kind is baresip.Event.CALL_DTMF_START and event.text:
             self._hear(sip_stack.Digit(leg, event.text[:1]))
         elif kind in (baresip.Event.CALL_HOLD, baresip.Event.CALL_RESUME):
@@ -242,6 +257,30 @@ class BaresipStack:
         except OSError as err:
             logger.error("a call is ended, for its audio cannot be looked after: %s", err)
             self.hang_up(leg)
+
+    def _refuse(self, handle: int) -> None:
+        """A call of which the stack says nothing but that it is there: it would ring for ever."""
+        now_ns = self._clock.now_ns()
+        self._refused.say(now_ns, "a call was refused, for its headers are more than 16 kB")
+        call = Call(self._runtime, handle=handle, ua_handle=0, state=CallState.INCOMING)
+        self._do(_quietly(call.reject()))
+
+    async def _look_after_certificate(self) -> None:
+        """Ours, as it was when the stack read it."""
+        path, said = self._config.tls_certificate, ""
+        if path is None:
+            return
+        try:
+            begins, ends = sip_certificates.validity(path.read_text(encoding="latin-1"))
+        except (OSError, ValueError) as err:
+            logger.warning("[sip] tls_certificate = %s: %s", path, err)
+            return
+        while True:
+            trouble = sip_certificates.trouble(path, begins, ends, datetime.now(UTC))
+            if trouble and trouble != said:
+                logger.warning("%s", trouble)
+            said = trouble
+            await asyncio.sleep(sip_certificates.LOOK_S)
 
     async def _look_after_media(self) -> None:
         while self._media_threads is not None:
@@ -388,7 +427,7 @@ def _settings(config: SipConfig, verbose: bool) -> Config:
         net_interface=str(address),
         max_concurrent_calls=config.most,
         rtp_timeout=config.media_timeout_s + LATER_S,
-        expose_headers=("Via", "From", "To", "v", "f", "t"),  # it takes each for another
+        expose_headers=sip_headers.NAMES,
         sip_trace=verbose,
         native_log_level="debug" if verbose else "warning",
         extra_config_text="\n".join(lines) + "\n",
@@ -428,21 +467,6 @@ def _account(account: SipAccount, config: SipConfig) -> Account:
     )
 
 
-def _display_name(header: str) -> str:
-    """Of a From header: '"Ann B." <sip:...>' -> 'Ann B.'; what cannot be printed is left out."""
-    name = header.partition("<")[0].strip() if "<" in header else ""
-    if name.startswith('"'):
-        name = re.sub(r"\\(.)", r"\1", name[1:].rpartition('"')[0])
-    return "".join(char for char in name if char.isprintable())[:100]
-
-
-def _sent_by(via: str) -> str:
-    """Of a Via header, the host: "SIP/2.0/UDP 10.0.0.5:5060;branch=x" -> "10.0.0.5". The port may
-    be left out. No longer than an address: it is a stranger's, and kept of many."""
-    found = _SENT_BY.match(via)
-    return found[1][:LONGEST_HOST] if found else ""
-
-
 def _address_of_record(account: Account) -> str:
     """How the stack is told of it. With a transport in it, it answers 404 over any other, so of
     UDP nothing is said; over TLS, what is meant to be secret shall not come in the clear."""
@@ -456,45 +480,3 @@ def _password(path: Path) -> str:
     if set(text) & set('"\\'):
         raise ValueError('the stack knows no password with " or a backslash in it; change it')
     return text
-
-
-def _check_certificates(config: SipConfig) -> None:
-    """The stack says little of what it cannot read. Raises `ValueError`."""
-    name, path = "tls_ca", config.tls_ca
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        if path is not None:
-            context.load_verify_locations(path)
-        name, path = "tls_certificate", config.tls_certificate
-        if path is not None:
-            context.load_cert_chain(path, password="")  # or it would be asked for at the terminal
-    except OSError as err:
-        why = err.strerror if err.filename or not isinstance(err, ssl.SSLError) else err
-        raise ValueError(f"[sip] {name} = {path}: {why}. Both are PEM files") from None
-
-
-def _address(header: str) -> str:
-    """Of a To header: ``"Ann" <sip:30@pbx;x=1>;tag=2`` -> ``sip:30@pbx;x=1``."""
-    _, opened, rest = header.partition("<")
-    return (rest.partition(">")[0] if opened else header.partition(";")[0]).strip()
-
-
-def _why(text: str, confirmed: bool) -> str:
-    """Why a call ended, from what the stack says: of SIP what a socket would say of itself."""
-    for theirs, ours in WHY.items():
-        if text.startswith(theirs):
-            if confirmed and ours == NEVER_CONFIRMED:
-                return NO_ANSWER
-            return ours
-    return text or "closed"
-
-
-def _stats(groups: dict[str, Any]) -> dict[str, float]:
-    """What the stack counted of a call: ``{"rx": {"lost": 3}}`` -> ``{"rx_lost": 3}``."""
-    found: dict[str, float] = {}
-    for name, value in groups.items():
-        if isinstance(value, dict):
-            found |= {f"{name}_{k}": v for k, v in value.items() if isinstance(v, int | float)}
-        elif isinstance(value, int | float):
-            found[name] = value
-    return found

@@ -10,13 +10,11 @@ import contextlib
 import csv
 import logging
 import queue
-import re
 import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
-from urllib.parse import unquote
 
 import msgspec
 
@@ -25,7 +23,7 @@ from appliance.lines.sip_call import PhoneCall
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """PRAGMA user_version; a table of an older version gets the columns it lacks, one of a newer is set
 aside and begun anew."""
 
@@ -58,11 +56,14 @@ class Row(msgspec.Struct, frozen=True):
     """The peer's, for comparing with its own records."""
     source: str = ""
     number: str = ""
-    """The caller's number or name in `caller`, without the rest."""
+    """The caller's number or name: that which the peer vouches for, or else the one in `caller`,
+    without the rest."""
     name: str = ""
     """What the peer says the caller is called."""
     called: str = ""
     """The number or name the caller dialled; of a trunk, one of many."""
+    diverted: str = ""
+    """And of a call that was diverted to us, the one that it was diverted from."""
     voice: str = ""
     """The account's, which the model spoke with."""
     codec: str = ""
@@ -112,14 +113,6 @@ class Row(msgspec.Struct, frozen=True):
 
 
 COLUMNS = Row.__struct_fields__
-
-_USER = re.compile(r"^(?:sips?|tel):([^@;>]+)", re.IGNORECASE)
-
-
-def number_of(caller: str) -> str:
-    """The user part of an address: "sip:+4930@pbx;user=phone" -> "+4930". Pure."""
-    found = _USER.match(caller)
-    return unquote(found[1]) if found else caller
 
 
 def row_at_end(row: Row, call: PhoneCall, now_ns: int) -> Row:

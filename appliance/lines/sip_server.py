@@ -24,9 +24,10 @@ from appliance.lines.limits import Bucket
 from appliance.lines.sip_call import Limits, PhoneCall, Verb
 from appliance.lines.sip_config import SipAccount, SipConfig
 from appliance.lines.sip_extras import ExtrasMaker
+from appliance.lines.sip_headers import number_of
 from appliance.lines.sip_hear import MISSED_NS, HandIn
 from appliance.lines.sip_recorder import Recorded
-from appliance.lines.sip_records import Records, Row, number_of, row_at_end
+from appliance.lines.sip_records import Records, Row, row_at_end
 from appliance.lines.sip_stack import Event, Incoming, Stack
 from appliance.lines.strain import Strain
 from appliance.lines.web_pace import TickTimes
@@ -255,8 +256,9 @@ class SipServer:
             account=account.user,
             caller=event.caller,
             name=event.name,
-            number=number_of(event.caller),
+            number=event.number or number_of(event.caller),
             called=number_of(event.called),
+            diverted=event.diverted,
             voice=account.voice,
             call_id=event.call_id,
             source=event.source,
@@ -472,6 +474,10 @@ class SipServer:
                 "call": row.id,
                 "account": row.account,
                 "caller": row.caller,
+                "number": row.number,
+                "name": row.name,
+                "called": row.called,
+                "diverted": row.diverted,
                 "call_id": row.call_id,
                 "session": row.session,
                 **more,
@@ -481,5 +487,5 @@ class SipServer:
 
 def _short(event: Incoming) -> Incoming:
     """With a stranger's words at a length that may be kept of half a million calls."""
-    words = ("caller", "call_id", "source", "name", "called")
+    words = ("caller", "call_id", "source", "name", "called", "number", "diverted")
     return replace(event, **{word: getattr(event, word)[:LONGEST_WORDS] for word in words})

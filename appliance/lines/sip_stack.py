@@ -32,6 +32,10 @@ class Incoming:
     """What the caller is called, as the peer says."""
     called: str = ""
     """The address the caller dialled, as the peer says: of a trunk, which of its numbers."""
+    number: str = ""
+    """The caller's as it may be shown; empty: the one in `caller`."""
+    diverted: str = ""
+    """The number that the caller had dialled, of a call that was diverted to us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +156,7 @@ class Stack(Protocol):
 
 class StackError(RuntimeError):
     """The stack does not start, or has died; the message says what to change."""
+
+
+class NotYet(StackError):
+    """It may start in a while, though nobody changes anything."""

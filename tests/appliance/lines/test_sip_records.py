@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.lines.sip_records import COLUMNS, VERSION, Records, Row, number_of, read, write_csv
+from appliance.lines.sip_headers import number_of
+from appliance.lines.sip_records import COLUMNS, VERSION, Records, Row, read, write_csv
 
 FIRST_VERSION = (
     "id began line account caller call_id source session waited_ms talked_ms held_ms ended why "
