@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance import cli
 from appliance.admission import Reason
 from appliance.clock import NS_PER_S
 from appliance.lines.audiosocket import (
@@ -32,6 +33,7 @@ from appliance.lines.sip_records import Row, read
 from tests.appliance.lines.test_sip import ROOT, snr_db, speech
 from tests.fakes_line import FakeBox, Trouble
 from tests.sip_peer import CLOCK, free_port, now_s, sleep
+from tests.sip_rig import stub_box
 
 pytestmark = pytest.mark.clock
 
@@ -184,6 +186,19 @@ def test_who_is_refused_or_talks_nonsense_is_hung_up_on(tmp_path: Path) -> None:
                     continue
         (row,) = ended(tmp_path)
     assert row.why.startswith("refused (memory)")
+
+
+@pytest.mark.slow
+def test_an_operator_hangs_up_and_the_dialplan_goes_on(tmp_path: Path) -> None:
+    with stub_box(tmp_path, 1) as box, line(tmp_path, box) as port:
+        with socket.create_connection(("127.0.0.1", port), 5) as asterisk:
+            asterisk.sendall(message(ID, uuid.UUID(int=7).bytes))
+            assert asterisk.recv(3) == message(AUDIO, bytes(320))[:3]  # it has been answered
+            assert cli.main(["hangup", "--socket", str(box), "--session", "1"]) == 0
+            rest = b"".join(iter(lambda: asterisk.recv(65_536), b""))
+        (row,) = ended(tmp_path)
+    assert rest.endswith(message(HANG_UP))
+    assert row.why == "an operator ended it"
 
 
 @pytest.mark.slow

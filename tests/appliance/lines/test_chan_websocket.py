@@ -265,6 +265,26 @@ def test_who_is_refused_or_is_no_asterisk_is_hung_up_on(tmp_path: Path) -> None:
     assert "c(slin16)n" in (tmp_path / "line.log").read_text()
 
 
+@pytest.mark.slow
+def test_an_operator_hangs_up_and_the_dialplan_goes_on(tmp_path: Path) -> None:
+    async def visit(port: int, box: Path) -> None:
+        url = f"http://127.0.0.1:{port}/media"
+        async with aiohttp.ClientSession() as session, session.ws_connect(url) as ws:
+            await ws.send_str(START)
+            while (await ws.receive(5)).type is not aiohttp.WSMsgType.BINARY:
+                pass  # until it is answered, and heard
+            words = ["hangup", "--socket", str(box), "--session", "1", "--why", "enough"]
+            assert await asyncio.to_thread(cli.main, words) == 0
+            while (message := await ws.receive(5)).type is aiohttp.WSMsgType.BINARY:
+                pass
+            assert message.data == "HANGUP"
+
+    with stub_box(tmp_path, 1) as box, line(tmp_path, box, verb="chan-websocket") as port:
+        asyncio.run(visit(port, box))
+        (row,) = ended(tmp_path)
+    assert row.why == "an operator ended it: enough"
+
+
 @pytest.mark.parametrize("verb", ["audiosocket", "chan-websocket"])
 @pytest.mark.parametrize(
     ("wrong", "says"),
