@@ -24,7 +24,7 @@ from appliance import config as configs
 from appliance import control, log
 from appliance.clock import NS_PER_S, Clock, MonotonicClock
 from appliance.config import EXIT_CONFIG, ConfigError
-from appliance.lines import niceness, sip_pace
+from appliance.lines import niceness, sip_baresip_words, sip_pace
 from appliance.lines.boxes import Boxes
 from appliance.lines.limits import Bucket
 from appliance.lines.sip_config import SipConfig
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from appliance.lines.sip_server import SipServer
 
 logger = logging.getLogger(__name__)
+
+EXIT_AGAIN = 1
+"""Of a worker that may start in a while: its supervisor tries again, for as long as it takes."""
 
 SAID_PER_S, SAID_BURST = 1, 30
 """Lines of the stack's own in the log."""
@@ -167,7 +170,7 @@ async def _serve(
     from appliance.lines.sip_recorder import RecorderError
     from appliance.lines.sip_records import Records
     from appliance.lines.sip_server import SipServer
-    from appliance.lines.sip_stack import StackError
+    from appliance.lines.sip_stack import NotYet, StackError
 
     calm = Calm(MonotonicClock())
     if not verbose:
@@ -207,8 +210,11 @@ async def _serve(
         try:
             await health.start()
         except OSError as err:
-            return _fail(f"[sip] health = {config.health}: {err}", EXIT_CONFIG)
+            code = EXIT_AGAIN if sip_baresip_words.passes(err) else EXIT_CONFIG
+            return _fail(f"[sip] health = {config.health}: {err}", code)
         trouble = await server.run()
+    except NotYet as err:
+        return _fail(str(err), EXIT_AGAIN)
     except StackError as err:
         return _fail(str(err), EXIT_CONFIG)
     finally:

@@ -7,10 +7,13 @@ import logging
 import os
 import re
 import resource
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Network
 from pathlib import Path
 
@@ -200,22 +203,86 @@ def test_calls_of_another_line_and_of_this_process_are_not_taken_for_lost(tmp_pa
     assert [(one.id, one.why) for one in read(path)] == [("r-0", LOST), ("r-1", ""), ("this-2", "")]
 
 
+@contextmanager
+def unready(folder: Path, config: Path) -> Iterator[Path]:
+    """A line that tries again and again; its log."""
+    log = folder / "unready.log"
+    command = [sys.executable, "-m", "duplexbox", "appliance", "sip", "--config", str(config)]
+    with log.open("wb") as said:
+        process = subprocess.Popen([*command, "--drain", "0"], cwd=ROOT, stderr=said)
+    try:
+        wait(log, "the telephone line ended with 1; again in 0.5 s")  # for the second time
+        assert process.poll() is None
+        yield log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, log.read_text()
+
+
+def wait(log: Path, text: str, seconds: float = 20.0) -> None:
+    until = now_s() + seconds
+    while text not in log.read_text():
+        assert now_s() < until, f"{text} is not in {log.read_text()}"
+        sleep(0.05)
+
+
 @pytest.mark.slow
-def test_a_second_line_that_cannot_start_ends_no_call_of_the_first(tmp_path: Path) -> None:
-    with FakeBox(tmp_path) as box, line(tmp_path, box.path) as running:
-        with Phone("bot", running.port) as phone:
+def test_a_second_line_ends_no_call_of_the_first_and_takes_over_once_its_port_is_free(
+    tmp_path: Path,
+) -> None:
+    """As an old process that ends late, and is no setting's fault: nobody has to start it again."""
+    config = tmp_path / "second.toml"
+    with ExitStack() as stack, FakeBox(tmp_path) as box:
+        with line(tmp_path, box.path) as running, Phone("bot", running.port) as phone:
             phone.dial()
-            config = tmp_path / "second.toml"
             text = (tmp_path / "box.toml").read_text()
             config.write_text(re.sub("(?m)^health = .*$", "", text))
-            command = [sys.executable, "-m", "duplexbox", "appliance", "sip", "--config"]
-            second = subprocess.run(
-                [*command, str(config)], cwd=ROOT, capture_output=True, check=False
-            )
-            assert second.returncode == EXIT_CONFIG
+            log = stack.enter_context(unready(tmp_path, config))
+            assert "Is 127.0.0.1:" in log.read_text()
             assert [one.ended for one in running.rows()] == [""]
             phone.hang_up()
-        running.wait("call 1 over")
+            running.wait("call 1 over")
+        wait(log, "taking calls")
+        with Phone("bot", running.port) as phone:
+            phone.dial()
+            assert phone.hang_up() == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["listen", "health"])
+def test_an_address_that_the_machine_does_not_have_yet_is_waited_for(
+    tmp_path: Path, what: str
+) -> None:
+    """It may come from DHCP after the line was started, and systemd starts nothing after 78."""
+    away, here = f"192.0.2.7:{free_port()}", f"{HOST}:{free_port()}"
+    where = {"listen": here, "health": here} | {what: away}
+    config = tmp_path / "box.toml"
+    with FakeBox(tmp_path) as box:
+        config.write_text(
+            f'[engine]\nbundle = "b"\n[control]\nsocket = "{box.path}"\n[sip]\n'
+            f'listen = "{where["listen"]}"\nrecords = "{tmp_path}/sip.sqlite"\n'
+            + (f'health = "{away}"\n' if what == "health" else "")
+            + f'allow = ["{HOST}/32"]\naccounts = [{{ user = "bot" }}]\n'
+        )
+        with unready(tmp_path, config) as log:
+            assert away in log.read_text()
+
+
+@pytest.mark.slow
+def test_what_only_an_operator_can_mend_is_not_tried_again(tmp_path: Path) -> None:
+    config = tmp_path / "box.toml"
+    with FakeBox(tmp_path) as box:
+        config.write_text(
+            f'[engine]\nbundle = "b"\n[control]\nsocket = "{box.path}"\n[sip]\n'
+            f'listen = "{HOST}:{free_port()}"\nrecords = "{tmp_path}/sip.sqlite"\n'
+            'tls_ca = "/nonexistent"\naccounts = [{ user = "bot" }]\n'
+        )
+        command = [sys.executable, "-m", "duplexbox", "appliance", "sip", "--config", str(config)]
+        ran = subprocess.run(
+            command, cwd=ROOT, capture_output=True, check=False, timeout=20, text=True
+        )
+    assert ran.returncode == EXIT_CONFIG
+    assert "[sip] tls_ca = /nonexistent: " in ran.stderr
 
 
 @pytest.mark.parametrize(
