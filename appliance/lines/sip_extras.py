@@ -5,7 +5,7 @@ in its own module.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,8 @@ class ExtrasMaker:
         self._announcement: tuple[NDArray[np.float32], int] | None = None
         self._pieces: list[str] = []
         self._silent: tuple[int, ...] = ()
+        self._accounts = config.accounts
+        self._said: set[str] = set()
         self._has_words = any(account.words for account in config.accounts)
         if config.recording is not None and any(account.record for account in config.accounts):
             announce: Path | None = config.recording.announce
@@ -48,6 +50,10 @@ class ExtrasMaker:
 
     def use(self, welcome: control.Welcome) -> None:
         """The model is this box's."""
+        for why in mistakes(self._accounts, welcome):
+            if why not in self._said:
+                self._said.add(why)
+                logger.warning("%s", why)
         if self.recorder is not None:
             self.recorder.frames(welcome.samples_per_frame, welcome.sample_rate_hz)
         if self._has_words:
@@ -74,3 +80,23 @@ class ExtrasMaker:
         """Finish what is recorded."""
         if self.recorder is not None:
             self.recorder.close()
+
+
+def mistakes(accounts: Iterable[SipAccount], welcome: control.Welcome) -> list[str]:
+    """Accounts that the box will let nobody in for, and what to change. Pure.
+
+    No reason not to start: others are taken, and another box may have other voices.
+    """
+    found = []
+    for account in accounts:
+        which = f'calls to account "{account.user}" will be refused'
+        if account.persona.strip() and not welcome.takes_persona:
+            found.append(
+                f"{which}: {welcome.model} takes no persona in this box. Leave persona out, or "
+                "serve a bundle that takes one; the box's log says if it lacks a tokenizer"
+            )
+        if account.voice and account.voice not in welcome.voices:
+            names = ", ".join(welcome.voices)
+            change = f"Its voices: {names}" if names else "It has none to choose from: leave it out"
+            found.append(f'{which}: {welcome.model} has no voice "{account.voice}". {change}')
+    return found
