@@ -47,6 +47,26 @@ def test_a_table_of_the_first_version_gets_its_new_columns_and_keeps_its_rows(
     assert read(path)[0] == found[0]
 
 
+def test_a_table_of_the_second_version_gets_the_number_that_a_call_was_diverted_from(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "sip.sqlite"
+    records = Records(path)
+    records.write(row(1, number="+49"))
+    records.close()
+    with sqlite3.connect(path) as table:
+        table.execute("ALTER TABLE calls DROP COLUMN diverted")
+        table.execute("PRAGMA user_version = 2")
+    table.close()
+    records = Records(path)
+    records.write(row(2, diverted="+4930"))
+    records.close()
+    assert [(one.id, one.number, one.diverted) for one in read(path)] == [
+        ("r-1", "+49", ""),
+        ("r-2", "", "+4930"),
+    ]
+
+
 def test_a_table_of_a_later_version_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "sip.sqlite"
     with sqlite3.connect(path) as table:
