@@ -109,14 +109,8 @@ def _add_verbs_of_a_running_box(verbs: Verbs) -> None:
     transfer.set_defaults(run=run_transfer)
 
     hang_up = verbs.add_parser("hangup", help="end a call, whatever its line does")
+    hang_up.add_argument("call", type=int, help="the session's number, as the box's log has it")
     hang_up.add_argument("--socket", type=Path, required=True, help="of the box")
-    hang_up.add_argument(
-        "--session",
-        type=int,
-        required=True,
-        metavar="N",
-        help="the call's number, as the box's log has it",
-    )
     hang_up.add_argument(
         "--why", default="", metavar="TEXT", help="for records, logs and whoever is on a web page"
     )
@@ -320,7 +314,7 @@ def run_hang_up(args: argparse.Namespace) -> int:
     if len(why) > control.LONGEST_WHY:
         return _fail(args, f"--why has {len(why)} characters: at most {control.LONGEST_WHY}", 2)
     try:
-        answer = status.hang_up(args.socket, args.session, why)
+        answer = status.hang_up(args.socket, args.call, why)
     except (control.BoxGone, control.ControlError) as err:
         return _fail(args, err, 1)
     if isinstance(answer, control.Refused):

@@ -35,7 +35,7 @@ def owe(running: Running, line: Line) -> None:
 
 def verb(running: Running, session: int, *words: str) -> int:
     socket = str(running.config.control.socket)
-    return cli.main(["hangup", "--socket", socket, "--session", str(session), *words])
+    return cli.main(["hangup", str(session), "--socket", socket, *words])
 
 
 def ask(running: Running, session: int) -> control.FromBox | None:

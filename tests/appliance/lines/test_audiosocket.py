@@ -194,7 +194,7 @@ def test_an_operator_hangs_up_and_the_dialplan_goes_on(tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", port), 5) as asterisk:
             asterisk.sendall(message(ID, uuid.UUID(int=7).bytes))
             assert asterisk.recv(3) == message(AUDIO, bytes(320))[:3]  # it has been answered
-            assert cli.main(["hangup", "--socket", str(box), "--session", "1"]) == 0
+            assert cli.main(["hangup", "1", "--socket", str(box)]) == 0
             rest = b"".join(iter(lambda: asterisk.recv(65_536), b""))
         (row,) = ended(tmp_path)
     assert rest.endswith(message(HANG_UP))

@@ -273,7 +273,7 @@ def test_an_operator_hangs_up_and_the_dialplan_goes_on(tmp_path: Path) -> None:
             await ws.send_str(START)
             while (await ws.receive(5)).type is not aiohttp.WSMsgType.BINARY:
                 pass  # until it is answered, and heard
-            words = ["hangup", "--socket", str(box), "--session", "1", "--why", "enough"]
+            words = ["hangup", "1", "--socket", str(box), "--why", "enough"]
             assert await asyncio.to_thread(cli.main, words) == 0
             while (message := await ws.receive(5)).type is aiohttp.WSMsgType.BINARY:
                 pass

@@ -360,7 +360,7 @@ def test_the_verb_hangs_up_on_callers_of_a_whole_box(tmp_path: Path) -> None:
         )
 
     def hung_up(session: str, phone: Phone) -> None:
-        done = operator("hangup", "--session", session, "--why", "the hall is closing")
+        done = operator("hangup", session, "--why", "the hall is closing")
         until = now_s() + 10
         while not any(text.startswith("BYE ") for text in phone.listen(0.2)):
             assert now_s() < until
@@ -382,7 +382,7 @@ def test_the_verb_hangs_up_on_callers_of_a_whole_box(tmp_path: Path) -> None:
             hung_up("2", phone)
             _, err = sent_on.communicate(timeout=20)
         sent = last(running)
-        again = operator("hangup", "--session", "2")
+        again = operator("hangup", "2")
         assert "session 2 is not on" in again.communicate(timeout=20)[1]
         assert again.returncode == 1
     assert talked.why == sent.why == "an operator ended it: the hall is closing"

@@ -88,7 +88,7 @@ def test_an_operator_ends_calls_and_clients_are_told_in_the_close(
     calls = box.box.switchboard._calls
 
     def hang_up(session: int) -> int:
-        where = ["--socket", str(box.config.control.socket), "--session", str(session)]
+        where = [str(session), "--socket", str(box.config.control.socket)]
         return cli.main(["hangup", *where, "--why", "the hall is closing"])
 
     async def ended() -> tuple[Heard, tuple[int | None, str], list[int]]:
