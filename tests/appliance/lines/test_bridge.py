@@ -69,6 +69,7 @@ def _no_stack(*_: object) -> Stack:
     raise AssertionError("it was started")
 
 
+@pytest.mark.clock
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["audiosocket", "chan-websocket", "websocket"])
 def test_a_port_that_somebody_has_is_no_usage_error_for_it_may_be_free_soon(

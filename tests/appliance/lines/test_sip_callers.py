@@ -127,3 +127,4 @@ def test_a_call_whose_end_has_no_room_beside_its_headers_ends(running: Line) -> 
         extra = b"".join(name + b": " + b"\xff" * size + b"\r\n" for name, size in sizes.items())
         whys.add(called(running, extra).why)
     assert whys == {"the caller hung up", "closed"}
+    assert "Traceback" not in running.log.read_text()

@@ -114,6 +114,7 @@ def test_whatever_comes_is_read_into_something_that_can_be_printed(
     assert len(said.name) <= 100
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "text",
     [
