@@ -23,6 +23,9 @@ PER_S, BURST, MOST = 50, 200, 16
 """How often it is started; how many may run at once."""
 
 LONGEST_S = 30
+SETTLE_S = 3.0
+"""What a line that stops waits for them; its supervisor takes five seconds without a word for a
+death (`sip_supervisor.SILENT_NS`)."""
 
 
 class ProgramHook:
@@ -50,7 +53,7 @@ class ProgramHook:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def settle(self, within_s: float = 5.0) -> None:
+    async def settle(self, within_s: float = SETTLE_S) -> None:
         """Wait for those that run: the line stops, and what it said last counts, too."""
         if self._running:
             await asyncio.wait(self._running, timeout=within_s)

@@ -143,6 +143,8 @@ class SipServer:
         watching = asyncio.create_task(self._watch())
         try:
             while not self._has_stopped() and not self._trouble:
+                if watching.done():
+                    watching.result()  # a fault of ours: this process is replaced
                 self._turn()
                 now_ns = self._clock.now_ns()
                 every_ns = turn_ns(len(self._calls))
