@@ -29,7 +29,7 @@ def ask(socket: Path) -> Report:
     """Ask the box at ``socket``. Raises `BoxGone` or `ControlError`."""
     message = _ask(socket, Status(1), ANSWER_S)
     if not isinstance(message, Report):
-        raise BoxGone(f"the box at {socket} did not answer within {ANSWER_S:g} s; see its log")
+        raise _silent(socket, ANSWER_S)
     return message
 
 
@@ -37,7 +37,7 @@ def reset(socket: Path, session: int) -> WasReset | Refused:
     """Have ``session``'s state begin anew. Raises `BoxGone` or `ControlError`."""
     message = _ask(socket, Reset(1, session), PRIMED_S)
     if not isinstance(message, WasReset | Refused):
-        raise BoxGone(f"the box at {socket} did not answer within {PRIMED_S:g} s; see its log")
+        raise _silent(socket, PRIMED_S)
     return message
 
 
@@ -55,7 +55,7 @@ def hang_up(socket: Path, session: int, why: str) -> HungUp | Refused:
     """Have ``session`` ended. Raises `BoxGone` or `ControlError`."""
     message = _ask(socket, HangUp(1, session, why), ANSWER_S)
     if not isinstance(message, HungUp | Refused):
-        raise BoxGone(f"the box at {socket} did not answer within {ANSWER_S:g} s; see its log")
+        raise _silent(socket, ANSWER_S)
     return message
 
 
@@ -63,6 +63,10 @@ def reset_text(done: WasReset) -> str:
     """One line."""
     held = f"; {done.held} frames were due while its persona was fed" if done.held else ""
     return f"session {done.session} began anew at frame {done.frame_index} of its call{held}"
+
+
+def _silent(socket: Path, within_s: float) -> BoxGone:
+    return BoxGone(f"the box at {socket} did not answer within {within_s:g} s; see its log")
 
 
 def _ask(socket: Path, question: ToBox, within_s: float) -> FromBox | None:

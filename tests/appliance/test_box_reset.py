@@ -31,9 +31,10 @@ def settle_live(running: Running, line: Line, frames: int) -> None:
     running.wait_for(lambda: call.session.state is State.LIVE)
 
 
-def ask(running: Running, session: int) -> control.FromBox | None:
+def ask(running: Running, question: control.ToBox) -> control.FromBox | None:
+    """Of an operator, who is no line."""
     client = ControlClient.connect(running.config.control.socket)
-    client.send(control.Reset(7, session))
+    client.send(question)
     answer = client.receive(DEADLINE_S)
     client.close()
     return answer
@@ -81,7 +82,7 @@ def test_only_a_live_call_can_be_reset(
     running: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = Line(running)  # admitted, and has said nothing
-    answer = ask(running, line.admitted.session)
+    answer = ask(running, control.Reset(7, line.admitted.session))
     assert isinstance(answer, control.Refused)
     assert (answer.request, answer.reason) == (7, Reason.FAULT)
     assert "is admitted; only one that is live can be reset" in answer.detail

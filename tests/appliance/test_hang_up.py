@@ -11,7 +11,7 @@ from appliance.control import ControlClient
 from appliance.ledger import Why
 from appliance.session import Event, SessionId, State
 from tests.appliance.test_box import DEADLINE_S, Line, Running, socket_path
-from tests.appliance.test_box_reset import settle_live
+from tests.appliance.test_box_reset import ask, settle_live
 from tests.appliance.test_transfers import Phone
 
 pytestmark = pytest.mark.clock
@@ -38,12 +38,8 @@ def verb(running: Running, session: int, *words: str) -> int:
     return cli.main(["hangup", str(session), "--socket", socket, *words])
 
 
-def ask(running: Running, session: int) -> control.FromBox | None:
-    client = ControlClient.connect(running.config.control.socket)
-    client.send(control.HangUp(7, session, "the hall is closing"))
-    answer = client.receive(DEADLINE_S)
-    client.close()
-    return answer
+def hang_up(session: int) -> control.HangUp:
+    return control.HangUp(7, session, "the hall is closing")
 
 
 def test_the_verb_ends_one_call_and_every_record_says_who_did(
@@ -72,7 +68,7 @@ def test_the_verb_ends_one_call_and_every_record_says_who_did(
 
 def test_a_caller_who_has_said_nothing_yet_is_ended_too(running: Running) -> None:
     line = Line(running)
-    answer = ask(running, line.admitted.session)
+    answer = ask(running, hang_up(line.admitted.session))
     assert answer == control.HungUp(7, line.admitted.session, 0)
     assert line.next() == control.Gone(line.admitted.session, "operator", SAID)
 
@@ -83,7 +79,7 @@ def test_a_line_that_does_not_answer_keeps_no_slot_and_is_not_what_ended_the_cal
     line, neighbour = Line(running), Line(running)
     owe(running, line)
     session = line.admitted.session
-    assert isinstance(ask(running, session), control.HungUp)
+    assert isinstance(ask(running, hang_up(session)), control.HungUp)
     newcomer = Line(running)  # of two slots, before the line has settled anything
     assert isinstance(newcomer.answer, control.Admitted)
     call = running.box.switchboard._calls[SessionId(session)]
@@ -120,7 +116,7 @@ def test_a_caller_who_is_being_sent_on_is_ended_and_who_asked_for_that_is_told(
     client = ControlClient.connect(running.config.control.socket)
     client.send(control.Transfer(3, phone.session, "sip:desk@pbx"))
     assert isinstance(phone.next(), control.Transfer)
-    assert isinstance(ask(running, phone.session), control.HungUp)
+    assert isinstance(ask(running, hang_up(phone.session)), control.HungUp)
     assert phone.next() == control.Gone(phone.session, "operator", SAID)
     answer = client.receive(DEADLINE_S)
     assert isinstance(answer, control.Transferred)

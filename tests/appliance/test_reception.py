@@ -30,6 +30,7 @@ from appliance.config import (
 )
 from appliance.control import ControlClient
 from appliance.frame_ring import LAST, UplinkHeader
+from appliance.priming import PrimingDesk
 from appliance.session import State
 from engines import snapshot as snapshots
 from engines import tensor_file
@@ -114,6 +115,13 @@ class Talking:
         assert isinstance(gone, control.Gone), gone
         channel.close()
 
+    def starve(self) -> PrimingDesk:
+        """There is no time to feed a persona: ticks are guarded for as long as they are apart."""
+        desk = self.box.loop.desk
+        assert desk is not None
+        desk.guard_ns = 80_000_000
+        return desk
+
     def wait_for(self, true: Callable[[], bool]) -> None:
         for _ in range(2000):
             if true():
@@ -197,9 +205,7 @@ def test_a_persona_that_ticks_leave_no_time_for_is_refused_for_time(
     tmp_path: Path, socket: Path
 ) -> None:
     talking = Talking(tmp_path, socket, within_s=1)
-    desk = talking.box.loop.desk
-    assert desk is not None
-    desk.guard_ns = 80_000_000  # a guard as long as the period: there is never time
+    desk = talking.starve()
     found = talking.ask("alto", "Be kind")
     assert isinstance(found, control.Refused)
     assert found.reason is Reason.TIME
@@ -213,9 +219,7 @@ def test_a_caller_who_leaves_while_its_persona_is_fed_frees_its_slot_at_once(
     tmp_path: Path, socket: Path
 ) -> None:
     talking = Talking(tmp_path, socket)
-    desk = talking.box.loop.desk
-    assert desk is not None
-    guard_ns, desk.guard_ns = desk.guard_ns, 80_000_000  # a guard as long as the period
+    desk = talking.starve()
     for request in range(1, 5):
         talking.client.send(control.Join(request, "test", "x", {}, "alto", ""))
     talking.wait_for(lambda: desk.counts.waiting == 4)
@@ -228,7 +232,7 @@ def test_a_caller_who_leaves_while_its_persona_is_fed_frees_its_slot_at_once(
     admitted = talking.next()
     assert isinstance(admitted, control.Admitted)
     talking.client.send(control.Withdraw(7))  # too late: it says Leave, or its last frame
-    desk.guard_ns = guard_ns
+    desk.guard_ns = 10_000_000
     heard = [talking.next() for _ in range(3)]
     assert {type(message) for message in heard} == {control.Admitted}
     talking.client.send(control.Leave(admitted.session))
@@ -240,9 +244,7 @@ def test_an_operator_ends_a_call_whose_persona_is_fed_and_nobody_was_refused(
     tmp_path: Path, socket: Path
 ) -> None:
     talking = Talking(tmp_path, socket)
-    desk = talking.box.loop.desk
-    assert desk is not None
-    desk.guard_ns = 80_000_000  # a guard as long as the period: it is never done
+    desk = talking.starve()
     talking.client.send(control.Join(5, "test", "x", {}, "alto", ""))
     talking.wait_for(lambda: desk.counts.waiting == 1)
     (session,) = talking.box.switchboard._calls
@@ -281,9 +283,7 @@ def test_an_operator_ends_a_call_whose_persona_is_fed_again(talking: Talking) ->
     assert channel.uplink.put(UplinkHeader(0, 0, 1), np.zeros(1920, np.float32))
     (call,) = talking.box.switchboard._calls.values()
     talking.wait_for(lambda: call.session.state is State.LIVE)
-    desk = talking.box.loop.desk
-    assert desk is not None
-    desk.guard_ns = 80_000_000
+    talking.starve()
     talking.client.send(control.Reset(8, admitted.session))
     talking.client.send(control.HangUp(9, admitted.session, "enough"))
     reset, hung_up, gone = talking.next(), talking.next(), talking.next()
@@ -382,9 +382,7 @@ def test_a_line_that_vanishes_while_its_persona_is_fed_leaves_nothing(
     tmp_path: Path, socket: Path
 ) -> None:
     talking = Talking(tmp_path, socket)
-    desk = talking.box.loop.desk
-    assert desk is not None
-    desk.guard_ns = 80_000_000
+    desk = talking.starve()
     for _ in range(4):
         talking.client.send(control.Join(1, "test", "x", {}, "alto", ""))
     for _ in range(500):
